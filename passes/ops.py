@@ -1,0 +1,126 @@
+"""The vocabulary of the graph: what a hop is, how it prints, how many bytes it moves.
+
+A hop is a collective over one mesh axis (or over several neighbouring axes at once, 'gpu+node'). It is a pair
+of nodes, a start and its `wait`; between the two runs whatever hides it:
+
+    a: bf16[512, 512] = all_gather(w, 'node', 8, purpose='gather', params=['blocks.0.w1'])
+    f: bf16[512, 512] = wait(a)
+
+Everything that anybody downstream wants to know of a hop is an argument of its node: the axis and its size, the purpose
+(which move of the ladder), the parameters it carries. Nothing recognises a collective by pattern.
+`again=True` marks the part of a gather chain above the after_forward rung: the backward repeats it.
+
+These ops have shapes but no implementation here; `shardc.lower` turns them into real collectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+PURPOSES = ("gather", "refresh", "reduce", "sync")
+"""The moves of the ladder."""
+
+_library = torch.library.Library("shardc", "DEF")
+for _signature in (
+    "all_gather(Tensor x, str axis, int size, *, str purpose='gather', str[] params, bool again=False) -> Tensor",
+    "reduce_scatter(Tensor x, str axis, int size, *, str purpose='reduce', str[] params) -> Tensor",
+    "all_reduce(Tensor x, str axis, int size, *, str purpose='sync', str[] params) -> Tensor",
+    "wait(Tensor x) -> Tensor",
+):
+    _library.define(_signature)
+
+
+@torch.library.register_fake("shardc::all_gather", lib=_library)
+def _(x, axis, size, *, purpose="gather", params, again=False):
+    return x.new_empty((x.shape[0] * size, *x.shape[1:]))
+
+
+@torch.library.register_fake("shardc::reduce_scatter", lib=_library)
+def _(x, axis, size, *, purpose="reduce", params):
+    torch._check(x.shape[0] % size == 0, lambda: f"reduce_scatter: {x.shape[0]} rows do not divide by {size}")
+    return x.new_empty((x.shape[0] // size, *x.shape[1:]))
+
+
+@torch.library.register_fake("shardc::all_reduce", lib=_library)
+def _(x, axis, size, *, purpose="sync", params):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("shardc::wait", lib=_library)
+def _(x):
+    return torch.empty_like(x)
+
+
+all_gather = torch.ops.shardc.all_gather.default
+reduce_scatter = torch.ops.shardc.reduce_scatter.default
+all_reduce = torch.ops.shardc.all_reduce.default
+wait = torch.ops.shardc.wait.default
+
+STARTS = (all_gather, reduce_scatter, all_reduce)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A start node, read."""
+
+    kind: str
+    """all_gather, reduce_scatter or all_reduce"""
+    axis: str
+    size: int
+    purpose: str
+    params: tuple[str, ...]
+    again: bool
+
+    @property
+    def key(self) -> tuple:
+        """What must be equal on all ranks for two starts to meet."""
+        return (self.kind, self.axis, self.purpose, self.params, self.again)
+
+    def __str__(self) -> str:
+        return f"{self.purpose} {self.kind} over {self.axis} of {', '.join(self.params)}"
+
+
+def is_start(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in STARTS
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is wait
+
+
+def is_hop(node: fx.Node) -> bool:
+    """True for a start and for a wait."""
+    return is_start(node) or is_wait(node)
+
+
+def hop(node: fx.Node) -> Hop:
+    """Read a start node (or a wait: the hop that it waits for)."""
+    start = node.args[0] if is_wait(node) else node
+    _, axis, size = start.args
+    kwargs = start.kwargs
+    return Hop(
+        start.target._opname,
+        axis,
+        size,
+        kwargs["purpose"],
+        tuple(kwargs["params"]),
+        bool(kwargs.get("again", False)),
+    )
+
+
+def hops(graph: fx.Graph, purpose: str | None = None) -> list[fx.Node]:
+    """Start nodes in order, of one purpose or of all."""
+    return [n for n in graph.nodes if is_start(n) and purpose in (None, n.kwargs["purpose"])]
+
+
+def moved_bytes(node: fx.Node) -> int:
+    """Bytes that one rank sends (as many as it receives) in a hop, on a ring or any other optimal algorithm:
+    (n-1)/n of the full value for an all-gather and a reduce-scatter, twice that for an all-reduce."""
+    it = hop(node)
+    value = node.meta["val"] if it.kind == "all_gather" else node.args[0].meta["val"]
+    share = prod(value.shape) * value.element_size() * (it.size - 1)
+    return share * (2 if it.kind == "all_reduce" else 1) // it.size
