@@ -77,14 +77,14 @@ class Layout:
 
     def local_rows(self, coordinate: tuple[int, ...]) -> int:
         """Real rows of the optim piece of the rank at `coordinate` (index on each axis, inner axis first)."""
-        rows = self.shape[0]
+        rows = self.shape[0] if self.shape else 1
         for index, (_, size) in zip(coordinate, self.axes[: self.optim], strict=False):
             rows = _chunk(rows, size)[index]
         return rows
 
     def local_start(self, coordinate: tuple[int, ...]) -> int:
         """First real row of the optim piece of the rank at `coordinate`."""
-        rows, start = self.shape[0], 0
+        rows, start = self.shape[0] if self.shape else 1, 0
         for index, (_, size) in zip(coordinate, self.axes[: self.optim], strict=False):
             parts = _chunk(rows, size)
             start += sum(parts[:index])

@@ -10,16 +10,22 @@ Everything that anybody downstream wants to know of a hop is an argument of its 
 (which move of the ladder), the parameters it carries. Nothing recognises a collective by pattern.
 `again=True` marks the part of a gather chain above the after_forward rung: the backward repeats it.
 
-These ops have shapes but no implementation here; `shardc.lower` turns them into real collectives.
+Where rows do not divide, `compact` drops the interior padding of a gathered value and `expand` puts it back before a
+reduce (see passes/layout.py); `split` is the sizes of the axes of the optim rung, inner axis first.
+
+The hops have shapes but no implementation here; `shardc.lower` turns them into real collectives.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
 from torch import fx
+
+from passes.layout import Layout
 
 PURPOSES = ("gather", "refresh", "reduce", "sync")
 """The moves of the ladder."""
@@ -30,6 +36,8 @@ for _signature in (
     "reduce_scatter(Tensor x, str axis, int size, *, str purpose='reduce', str[] params) -> Tensor",
     "all_reduce(Tensor x, str axis, int size, *, str purpose='sync', str[] params) -> Tensor",
     "wait(Tensor x) -> Tensor",
+    "compact(Tensor x, int rows, int[] split) -> Tensor",
+    "expand(Tensor x, int rows, int[] split) -> Tensor",
 ):
     _library.define(_signature)
 
@@ -55,10 +63,47 @@ def _(x):
     return torch.empty_like(x)
 
 
+@lru_cache(maxsize=None)
+def _padded(rows: int, split: tuple[int, ...]) -> Layout:
+    return Layout("", (rows,), tuple((str(i), size) for i, size in enumerate(split)), 0, 0, 0, len(split))
+
+
+def row_index(rows: int, split: list[int], device: torch.device | None = None) -> torch.Tensor | slice:
+    """Where the real rows lie in the padded value: a slice where the padding is all at the end, else positions."""
+    table = _padded(rows, tuple(split)).row_table
+    if table is None or table[-1] == rows - 1:
+        return slice(0, rows)
+    return torch.tensor(table, device=device)
+
+
+@torch.library.impl("shardc::compact", "CompositeExplicitAutograd", lib=_library)
+def _compact(x: torch.Tensor, rows: int, split: list[int]) -> torch.Tensor:
+    return x[row_index(rows, split, x.device)].clone()
+
+
+@torch.library.impl("shardc::expand", "CompositeExplicitAutograd", lib=_library)
+def _expand(x: torch.Tensor, rows: int, split: list[int]) -> torch.Tensor:
+    out = x.new_zeros((_padded(rows, tuple(split)).padded_rows, *x.shape[1:]))
+    out[row_index(rows, split, x.device)] = x
+    return out
+
+
+@torch.library.register_fake("shardc::compact", lib=_library)
+def _(x, rows, split):
+    return x.new_empty((rows, *x.shape[1:]))
+
+
+@torch.library.register_fake("shardc::expand", lib=_library)
+def _(x, rows, split):
+    return x.new_empty((_padded(rows, tuple(split)).padded_rows, *x.shape[1:]))
+
+
 all_gather = torch.ops.shardc.all_gather.default
 reduce_scatter = torch.ops.shardc.reduce_scatter.default
 all_reduce = torch.ops.shardc.all_reduce.default
 wait = torch.ops.shardc.wait.default
+compact = torch.ops.shardc.compact.default
+expand = torch.ops.shardc.expand.default
 
 STARTS = (all_gather, reduce_scatter, all_reduce)
 

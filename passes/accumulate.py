@@ -1,0 +1,57 @@
+"""Accumulate: a backward that adds its gradients to those of earlier micro-batches.
+
+    return {'w': g}
+
+becomes
+
+    def backward(..., accumulator_w: f32[4, 4]):
+        ...
+        add: f32[4, 4] = add.Tensor(accumulator_w, g)
+        return {'w': add}
+
+A parameter that has an accumulator but no gradient in this graph passes it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from passes.build import Writer, fake_mode, outputs, set_outputs
+from passes.insert import Param, cast
+
+PREFIX = "accumulator_"
+
+
+def accumulate(graph: fx.Graph, params: Mapping[str, Param]) -> fx.Graph:
+    """`params` by placeholder name: those with an accumulator. Edits in place."""
+    mode = fake_mode(graph)
+    grads = dict(outputs(graph))
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    like = next(n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
+    for name, param in params.items():
+        with graph.inserting_before(last.next):
+            last = graph.placeholder(PREFIX + name)
+        with mode:
+            shape = param.layout.rung_shape(param.layout.grads)
+            last.meta["val"] = like.new_empty(shape, dtype=accumulator_dtype(param))
+        grads[param.layout.name] = _add(graph, last, grads.get(param.layout.name), mode)
+    set_outputs(graph, grads)
+    return graph
+
+
+def accumulator_dtype(param: Param) -> torch.dtype:
+    """An accumulator that is `.grad` has the dtype of the master parameter."""
+    return param.master_dtype if param.grad_is_accumulator else param.reduce_dtype
+
+
+def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node | None, mode: FakeTensorMode) -> fx.Node:
+    if grad is None:
+        return accumulator
+    write = Writer(graph, mode, grad.meta.get("module", ""))
+    with graph.inserting_before(grad.next):
+        grad = cast(write, grad, accumulator.meta["val"].dtype)
+        return write(torch.ops.aten.add.Tensor, accumulator, grad)

@@ -1,0 +1,60 @@
+"""Writing nodes: every node that a pass adds has its value (on fake tensors) and its module from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """The mode that the graph's values belong to."""
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), FakeTensor):
+            return node.meta["val"].fake_mode
+    raise ValueError("the graph holds no tensor")
+
+
+class Writer:
+    """Adds calls at one place of a graph: `w = Writer(graph, before=node); y = w(aten.add.Tensor, a, b)`.
+
+    New nodes are attributed to `module` (a module path), which regions are cut by.
+    """
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, module: str = ""):
+        self.graph, self.mode, self.module = graph, mode, module
+
+    def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.create_node("call_function", op, args, kwargs, name=getattr(op, "_opname", None))
+        values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.mode:
+            node.meta["val"] = op(*values[0], **values[1])
+        if self.module:
+            node.meta["module"] = self.module
+        return node
+
+
+def outputs(graph: fx.Graph) -> Any:
+    """What the graph returns: joint `([outputs], {name: gradient})`, forward `([outputs], [saved])` (with refresh, a
+    third part `{name: copy}`), backward `{name: gradient}`."""
+    return graph.output_node().args[0]
+
+
+def set_outputs(graph: fx.Graph, value: Any) -> None:
+    graph.output_node().args = (value,)
+
+
+def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
+    return {n.name: n for n in graph.nodes if n.op == "placeholder"}
+
+
+def copy(graph: fx.Graph) -> fx.Graph:
+    """A copy with the same names; values are shared."""
+    new = fx.Graph(owning_module=graph.owning_module)
+    names: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        names[node] = new.node_copy(node, names.__getitem__)
+        names[node].name = node.name
+    return new

@@ -1,0 +1,154 @@
+"""Insert: parameters arrive as shards; a gather chain before the first use, a reduce chain after each gradient.
+
+    def joint(w: f32[8, 4], x: f32[2, 8], tangents_1: f32[2, 4]):
+        y: f32[2, 4] = mm(x, w)
+        t: f32[8, 2] = permute(x, [1, 0])
+        g: f32[8, 4] = mm(t, tangents_1)
+        return ([y], {'w': g})
+
+becomes, for `w` with params, grads and optim on gpu+node of 2 x 2 and after_forward on gpu:
+
+    def joint(w: f32[2, 4], x: f32[2, 8], tangents_1: f32[2, 4]):
+        all_gather: f32[4, 4] = all_gather(w, 'node', 2, purpose='gather', params=['w'], again=False)
+        wait: f32[4, 4] = wait(all_gather)
+        all_gather_1: f32[8, 4] = all_gather(wait, 'gpu', 2, purpose='gather', params=['w'], again=True)
+        wait_1: f32[8, 4] = wait(all_gather_1)
+        y: f32[2, 4] = mm(x, wait_1)
+        t: f32[8, 2] = permute(x, [1, 0])
+        g: f32[8, 4] = mm(t, tangents_1)
+        mul_1: f32[8, 4] = mul.Tensor(g, 0.25)
+        reduce_scatter: f32[4, 4] = reduce_scatter(mul_1, 'gpu', 2, purpose='reduce', params=['w'])
+        ...
+        return ([y], {'w': wait_3})
+
+Casts to the compute dtype go before the first hop, so that the wire carries the small dtype. Gradients are scaled before
+the first hop: sums of any number of micro-batches and ranks stay in range, and what rests is already a part of the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from passes import ops
+from passes.build import Writer, fake_mode, outputs, placeholders, set_outputs
+from passes.layout import Layout
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter of the graph: its layout and the dtypes it has at rest and on the way."""
+
+    layout: Layout
+    rest_dtype: torch.dtype
+    """of the value on the params rung"""
+    reduce_dtype: torch.dtype
+    """of the gradient on the wire and in an accumulator"""
+    master_dtype: torch.dtype
+    """of the optim shard and of the synced gradient"""
+    grad_scale: float
+    """1 / number of ranks for the mean, 1 for the sum"""
+
+    @property
+    def has_copy(self) -> bool:
+        """A compute copy rests on the params rung (else params and optim are one and the same)."""
+        return self.layout.params < self.layout.optim
+
+    @property
+    def grad_is_accumulator(self) -> bool:
+        """`.grad` itself accumulates: gradients and optimizer state rest on the same rung."""
+        return self.layout.grads == self.layout.optim
+
+    @property
+    def needs_sync(self) -> bool:
+        """Something is left to do once per update: hops below the grads rung, or the way out of an accumulator."""
+        layout = self.layout
+        return not self.grad_is_accumulator or any(size > 1 for _, size in layout.axes[layout.optim :])
+
+
+def insert(graph: fx.Graph, params: Mapping[str, Param]) -> fx.Graph:
+    """`params` by placeholder name. The graph is edited in place and returned."""
+    mode = fake_mode(graph)
+    nodes = placeholders(graph)
+    for name, param in params.items():
+        _gather(graph, nodes[name], param, Writer(graph, mode, module_of(param.layout.name)))
+    result, grads = outputs(graph)
+    by_name = {param.layout.name: param for param in params.values()}
+    reduced = {name: _reduce(graph, g, by_name[name], mode) if name in by_name else g for name, g in grads.items()}
+    set_outputs(graph, (result, reduced))
+    return graph
+
+
+def module_of(parameter: str) -> str:
+    """Path of the module that owns a parameter."""
+    return parameter.rpartition(".")[0]
+
+
+def _gather(graph: fx.Graph, node: fx.Node, param: Param, write: Writer) -> None:
+    full, layout = node.meta["val"], param.layout
+    users = list(node.users)
+    with write.mode:
+        node.meta["val"] = full.new_empty(layout.rung_shape(layout.params), dtype=param.rest_dtype)
+    if not users:
+        return
+    with graph.inserting_before(min(users)):
+        x = cast(write, node, full.dtype)
+        x = climb(write, x, layout, layout.params, 0, purpose="gather")
+    for user in users:
+        user.replace_input_with(node, x)
+
+
+def climb(write: Writer, x: fx.Node, layout: Layout, start: int, end: int, purpose: str) -> fx.Node:
+    """All-gather from one rung up to a finer-shared one, outer axis first (the small payload over the slow link)."""
+    for rung in reversed(range(end, start)):
+        axis, size = layout.axes[rung]
+        if size > 1:
+            again = {"again": rung < layout.after_forward} if purpose == "gather" else {}
+            x = write(ops.all_gather, x, axis, size, purpose=purpose, params=[layout.name], **again)
+            x = write(ops.wait, x)
+    if end == 0 < start and layout.padded_rows != layout.shape[0]:
+        x = write(ops.compact, x, layout.shape[0], split(layout))
+    return x
+
+
+def descend(write: Writer, x: fx.Node, layout: Layout, start: int, end: int, purpose: str) -> fx.Node:
+    """Reduce-scatter from one rung down to another, inner axis first."""
+    x = contiguous(write, x)
+    if start == 0 < end and layout.padded_rows != layout.shape[0]:
+        x = write(ops.expand, x, layout.shape[0], split(layout))
+    for axis, size in layout.axes[start:end]:
+        if size > 1:
+            x = write(ops.reduce_scatter, x, axis, size, purpose=purpose, params=[layout.name])
+            x = write(ops.wait, x)
+    return x
+
+
+def split(layout: Layout) -> list[int]:
+    return [size for _, size in layout.axes[: layout.optim]]
+
+
+def _reduce(graph: fx.Graph, grad: fx.Node, param: Param, mode: FakeTensorMode) -> fx.Node:
+    write = Writer(graph, mode, grad.meta.get("module") or module_of(param.layout.name))
+    with graph.inserting_before(grad.next):
+        g = cast(write, grad, param.reduce_dtype)
+        if param.grad_scale != 1:
+            g = write(aten.mul.Tensor, g, param.grad_scale)
+        return descend(write, g, param.layout, 0, param.layout.grads, purpose="reduce")
+
+
+def cast(write: Writer, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return x if x.meta["val"].dtype == dtype else write(prims.convert_element_type.default, x, dtype)
+
+
+def contiguous(write: Writer, x: fx.Node) -> fx.Node:
+    """Collectives move dense rows."""
+    if x.meta["val"].is_contiguous():
+        return x
+    return write(aten.clone.default, x, memory_format=torch.contiguous_format)
+

@@ -1,0 +1,80 @@
+"""Peak memory of a graph in its order: bytes of all values that live at the same time.
+
+Memory is counted by storage: views share that of their base, a wait that of its start. A value lives from the node
+that makes it to its last use; outputs live to the end; placeholders live throughout, for the caller holds them, except
+those that it gives up (the saved values that a backward pops).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import ops
+from passes.text import value_of
+
+
+@dataclass
+class Life:
+    """One storage: the node that makes it, and the positions in the graph between which it lives."""
+
+    node: fx.Node
+    bytes: int
+    birth: int
+    death: int
+
+
+def peak_bytes(graph: fx.Graph, given_up: Collection[fx.Node] = ()) -> tuple[int, fx.Node]:
+    """The most bytes that live at once, and the (first) node while which they do."""
+    nodes = list(graph.nodes)
+    changes = [0] * (len(nodes) + 1)
+    for life in lives(graph, given_up):
+        changes[life.birth] += life.bytes
+        changes[life.death + 1] -= life.bytes
+    levels = list(accumulate(changes[:-1]))
+    peak = max(levels)
+    return peak, nodes[levels.index(peak)]
+
+
+def living(graph: fx.Graph, at: fx.Node, given_up: Collection[fx.Node] = ()) -> list[Life]:
+    """What lives while a node runs, largest first."""
+    position = list(graph.nodes).index(at)
+    there = [life for life in lives(graph, given_up) if life.birth <= position <= life.death]
+    return sorted(there, key=lambda life: -life.bytes)
+
+
+def lives(graph: fx.Graph, given_up: Collection[fx.Node] = ()) -> list[Life]:
+    """Every storage of a graph, in order of birth."""
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    held = {node for node in nodes if node.op in ("placeholder", "get_attr")} - set(given_up)
+    found: dict[int, Life] = {}
+    for node in nodes:
+        death = len(nodes) - 1 if node in held else max((position[n] for n in node.users), default=position[node])
+        for storage, made in zip(_storages(node), _made(node), strict=True):
+            birth = 0 if node.op in ("placeholder", "get_attr") else position[node]
+            life = found.get(made._cdata) or Life(node, _bytes(storage), birth, death)
+            life.death = max(life.death, death)
+            found[storage._cdata] = life
+    return list({id(life): life for life in found.values()}.values())
+
+
+def _made(node: fx.Node) -> list[torch.UntypedStorage]:
+    """The storages that a value is really in: that of a wait is the buffer that its start made."""
+    return _storages(node.all_input_nodes[0] if ops.is_wait(node) else node)
+
+
+def _storages(node: fx.Node) -> list[torch.UntypedStorage]:
+    value = None if node.op == "output" else value_of(node)
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [part.untyped_storage() for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _bytes(storage: Any) -> int:
+    size = storage.nbytes()
+    return size if isinstance(size, int) else size.node.hint

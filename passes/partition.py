@@ -1,0 +1,105 @@
+"""Partition: joint -> forward and backward, cut at the after_forward rung.
+
+functorch's min-cut partitioner decides what to save and what to compute again; tags tell it what the plan demands:
+
+- everything computed from `again` hops and constants alone (the hop, its wait, views, casts, but also the `cat` or the product
+  of two weights) must be recomputed, so that no more of a parameter than its after_forward shard lives between
+  forward and backward;
+- a value gathered by any other hop must not be computed again: what lies on the after_forward rung is saved.
+
+    forward: return ([outputs], [saved])        backward(saved..., tangents...): return {name: gradient}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+import torch._functorch.config as functorch_config
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from passes import ops
+from passes.build import outputs, placeholders, set_outputs
+
+# Above the number of any checkpointed block in the model: the partitioner saves a node whose user is of a later block.
+_AFTER_ALL_BLOCKS = 1 << 30
+
+
+def partition(graph: fx.Graph, params: Collection[str], activation_budget: float = 1.0) -> tuple[fx.Graph, fx.Graph]:
+    """`params` are the names of the parameter placeholders; `activation_budget` in [0, 1] is the share of the activations
+    that may be saved (functorch's memory budget; 1 saves whatever is fastest)."""
+    results, grads = outputs(graph)
+    for node in recomputed(graph, params):
+        _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+    for node in ops.hops(graph, "gather"):
+        if not ops.hop(node).again:
+            _tag(wait_of(node), CheckpointPolicy.MUST_SAVE)
+    set_outputs(graph, [*results, *grads.values()])
+    graph.output_node().meta.clear()
+    module = fx.GraphModule(graph.owning_module or torch.nn.Module(), graph)
+    free = [i for i, name in enumerate(placeholders(graph)) if name in params]
+    with functorch_config.patch(activation_memory_budget=activation_budget):
+        forward, backward = min_cut_rematerialization_partition(
+            module, None, num_fwd_outputs=len(results), static_lifetime_input_indices=free
+        )
+    return _named(forward.graph, backward.graph, len(results), list(grads))
+
+
+def recomputed(graph: fx.Graph, params: Collection[str]) -> list[fx.Node]:
+    """Nodes computed from parameters and constants alone that lie above the after_forward rung: each `again` hop and what
+    depends on one. The cast of a shard in front of such a hop belongs to them, or it would be saved beside the shard."""
+    pure: set[fx.Node] = set()
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if node.name in params:
+                pure.add(node)
+        elif node.op != "output" and _is_pure(node, pure):
+            pure.add(node)
+            if _is_again(node):
+                found.update(dict.fromkeys(_casts_before(node)))
+            if _is_again(node) or any(n in found for n in node.all_input_nodes):
+                found[node] = None
+    return list(found)
+
+
+def _is_pure(node: fx.Node, pure: set[fx.Node]) -> bool:
+    return all(n in pure for n in node.all_input_nodes) and not _is_random(node)
+
+
+def _is_random(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _is_again(node: fx.Node) -> bool:
+    return ops.is_start(node) and bool(node.kwargs.get("again"))
+
+
+def _casts_before(node: fx.Node) -> Iterator[fx.Node]:
+    node = node.all_input_nodes[0]
+    while node.op == "call_function" and not ops.is_wait(node):
+        yield node
+        node = node.all_input_nodes[0]
+
+
+def wait_of(start: fx.Node) -> fx.Node:
+    return next(iter(start.users))
+
+
+def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
+    node.meta["recompute"] = policy
+    node.meta["ac_graph_id"] = _AFTER_ALL_BLOCKS
+
+
+def _named(
+    forward: fx.Graph, backward: fx.Graph, num_outputs: int, grads: list[str]
+) -> tuple[fx.Graph, fx.Graph]:
+    """The normal form of both: saved values in the order in which the backward takes them."""
+    flat = list(outputs(forward))
+    saved_by_name = {node.name: node for node in flat[num_outputs:]}
+    saved = [saved_by_name[name] for name in placeholders(backward) if name in saved_by_name]
+    set_outputs(forward, (flat[:num_outputs], saved))
+    set_outputs(backward, dict(zip(grads, outputs(backward), strict=True)))
+    return forward, backward

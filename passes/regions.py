@@ -1,0 +1,189 @@
+"""Regions: cut compute at the borders of repeated blocks and at every hop; equal regions become one.
+
+A region is a closed subgraph. The outer graph keeps the hops and calls the regions in order, so that nothing a compiler does
+inside a region can undo the schedule:
+
+    all_gather: f32[16, 16] = all_gather(w, 'gpu', 2, purpose='gather', params=['w'], again=True)
+    wait: f32[16, 16] = wait(all_gather)
+    t: f32[16, 16] = permute(wait, [1, 0])
+    y: f32[4, 16] = mm(x, t)
+
+becomes
+
+    all_gather: f32[16, 16] = all_gather(w, 'gpu', 2, purpose='gather', params=['w'], again=True)
+    wait: f32[16, 16] = wait(all_gather)
+    region_0 = Region 0(wait, x)
+    y: f32[4, 16] = region_0[0]
+
+Two regions with the same key (ops, arguments, shapes, strides, dtypes, devices, bodies of higher-order ops) are the same
+Region object and will be compiled once: every middle layer of a transformer, forward and backward. Constants that
+differ between otherwise equal regions (which seed of a dropout) stay in the outer graph and arrive as inputs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import ops
+
+_OUTER = (torch.ops.prims.inductor_seeds.default, torch.ops.prims.inductor_lookup_seed.default)
+
+
+@dataclass(eq=False)
+class Region:
+    """A closed subgraph; `key` is its structure as text, `modules` the module paths it was seen in."""
+
+    name: str
+    key: str
+    graph: fx.GraphModule
+    modules: list[str] = field(default_factory=list)
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        """Runs the ops one by one. Compiled regions are called by the lowered graph instead."""
+        return self.graph(*args)
+
+
+def regions(graph: fx.Graph, known: dict[str, Region] | None = None) -> fx.Graph:
+    """A new outer graph. `known` collects the distinct regions by key over any number of graphs."""
+    known = {} if known is None else known
+    outer = fx.Graph(owning_module=graph.owning_module)
+    env: dict[fx.Node, fx.Node] = {}
+    for item in _segments(graph):
+        if isinstance(item, fx.Node):
+            env[item] = outer.node_copy(item, env.__getitem__)
+            env[item].name = item.name
+        else:
+            _call(outer, item, env, known)
+    outer.lint()
+    return outer
+
+
+def block_of(module: str) -> str:
+    """The repeated block that a module path lies in: 'layers.3.attn.q' -> 'layers.3'; '' outside of any."""
+    parts = module.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ""
+
+
+def _segments(graph: fx.Graph) -> Iterator[fx.Node | list[fx.Node]]:
+    """Outer nodes, and lists of nodes that form a region, in order."""
+    taken: set[fx.Node] = set()
+    current: list[fx.Node] = []
+    block = ""
+    for node in graph.nodes:
+        if node in taken or _is_body(node):
+            continue
+        if _stays_outside(node):
+            if current and (ops.is_hop(node) or node.op == "output" or any(n in current for n in node.all_input_nodes)):
+                yield current
+                current = []
+            yield node
+            continue
+        if current and block_of(node.meta.get("module", "")) != block:
+            yield current
+            current = []
+        block = block_of(node.meta.get("module", ""))
+        for member in _with_items(node):
+            taken.add(member)
+            current.append(member)
+
+
+def _stays_outside(node: fx.Node) -> bool:
+    return node.op != "call_function" or ops.is_hop(node) or node.target in _OUTER or _is_symbolic(node)
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _is_body(node: fx.Node) -> bool:
+    """The body of a higher-order op travels with its caller."""
+    return node.op == "get_attr" and isinstance(_attribute(node), fx.GraphModule)
+
+
+def _attribute(node: fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
+def _with_items(node: fx.Node) -> list[fx.Node]:
+    """A node with the getitems of it: a tuple never crosses the border of a region."""
+    return [node, *(user for user in node.users if user.target is operator.getitem)]
+
+
+def _call(outer: fx.Graph, nodes: list[fx.Node], env: dict[fx.Node, fx.Node], known: dict[str, Region]) -> None:
+    inside = set(nodes)
+    inputs = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside and not _is_body(n)))
+    results = [n for n in nodes if not isinstance(n.meta.get("val"), (tuple, list)) and any(u not in inside for u in n.users)]
+    if not results:
+        return
+    region = _region(nodes, inputs, results, known)
+    call = outer.call_function(region, tuple(env[n] for n in inputs))
+    call.meta["val"] = tuple(n.meta["val"] for n in results)
+    call.meta["module"] = nodes[0].meta.get("module", "")
+    region.modules.append(call.meta["module"])
+    for i, node in enumerate(results):
+        env[node] = outer.call_function(operator.getitem, (call, i))
+        env[node].meta.update(node.meta)
+        env[node].name = node.name
+
+
+def _region(nodes: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node], known: dict[str, Region]) -> Region:
+    key = _key(nodes, inputs, results)
+    if key not in known:
+        known[key] = Region(f"region_{len(known)}", key, _extract(nodes, inputs, results))
+    return known[key]
+
+
+def _extract(nodes: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) -> fx.GraphModule:
+    graph, env = fx.Graph(), {}
+    bodies = {n for node in nodes for n in node.all_input_nodes if _is_body(n)}
+    for i, node in enumerate(inputs):
+        env[node] = graph.placeholder(f"x{i}")
+        env[node].meta["val"] = node.meta["val"]
+    for node in [*sorted(bodies), *nodes]:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[n] for n in results))
+    root = {str(n.target): _attribute(n) for n in bodies}
+    return fx.GraphModule(root, graph)
+
+
+def _key(nodes: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) -> str:
+    """The structure as text: names are numbers, everything else counts."""
+    number = {node: f"%{i}" for i, node in enumerate([*inputs, *nodes])}
+    lines = [f"{number[n]}: {_value(n.meta.get('val'))}" for n in inputs]
+    lines += [f"{number[n]} = {_name(n.target)}{_arguments(n, number)}" for n in nodes]
+    return "\n".join([*lines, "return " + " ".join(f"{number[n]}: {_value(n.meta.get('val'))}" for n in results)])
+
+
+def _arguments(node: fx.Node, number: dict[fx.Node, str]) -> str:
+    return repr(fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Name(number.get(n) or _body_key(n))))
+
+
+class _Name(str):
+    __repr__ = str.__str__
+
+
+def _body_key(node: fx.Node) -> str:
+    return _attribute(node).code
+
+
+def _name(target: Callable[..., Any] | str) -> str:
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}{list(value.stride())}{value.device}"
+    return str(value)

@@ -1,0 +1,54 @@
+"""Sync: once per update, gradients go from the grads rung to the optim rung and are made whole.
+
+    return {'w': g}
+
+becomes, for grads on gpu and optim on gpu (HSDP, MiCS)
+
+        all_reduce: f32[4, 4] = all_reduce(g, 'node', 2, purpose='sync', params=['w'])
+        wait: f32[4, 4] = wait(all_reduce)
+        return {'w': wait}
+
+a reduce-scatter over each axis of optim that grads lacks, then an all-reduce over each axis that optim lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from passes import ops
+from passes.build import Writer, fake_mode, outputs, set_outputs
+from passes.insert import Param, cast, descend
+
+
+def sync(graph: fx.Graph, params: Mapping[str, Param]) -> fx.Graph:
+    """`params` by parameter name: those to sync. Edits in place."""
+    mode = fake_mode(graph)
+    grads = dict(outputs(graph))
+    for name in grads:
+        if name in params:
+            grads[name] = _sync(graph, grads[name], params[name], mode)
+    set_outputs(graph, grads)
+    return graph
+
+
+def _sync(graph: fx.Graph, grad: fx.Node, param: Param, mode: FakeTensorMode) -> fx.Node:
+    layout = param.layout
+    write = Writer(graph, mode, grad.meta.get("module", ""))
+    with graph.inserting_before(_after(grad)):
+        g = cast(write, grad, param.reduce_dtype)
+        g = descend(write, g, layout, layout.grads, layout.optim, purpose="sync")
+        for axis, size in layout.axes[layout.optim :]:
+            if size > 1:
+                g = write(ops.wait, write(ops.all_reduce, g, axis, size, purpose="sync", params=[layout.name]))
+        return cast(write, g, param.master_dtype)
+
+
+def _after(node: fx.Node) -> fx.Node:
+    """The first place behind a node that is behind all placeholders too."""
+    node = node.next
+    while node.op == "placeholder":
+        node = node.next
+    return node

@@ -1,0 +1,11 @@
+"""shardc: sharded training as a compiler. `model = shardc.compile(model, plan)`."""
+
+from passes.errors import Error
+from shardc.compile import compile
+from shardc.plan import Plan
+from shardc.program import Program
+from shardc.topology import Topology
+from shardc.trace import programs, trace
+
+__version__ = "0.1.0"
+__all__ = ["Error", "Plan", "Program", "Topology", "compile", "programs", "trace"]

@@ -1,0 +1,130 @@
+"""All private torch API that shardc uses, in one file. `self_test` says in a sentence what this torch lacks."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.errors import Error
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+
+
+def check_version() -> None:
+    """Raises for a torch that is too old."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < OLDEST:
+        raise Error(
+            f"torch {torch.__version__} is older than shardc supports.",
+            fix=f"Install torch {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}.",
+        )
+
+
+def export_joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """AOTAutograd's joint graph of a Dynamo graph, decomposed for Inductor (forward only where grad mode is off).
+
+    Inputs of the Dynamo graph are inputs of the joint graph, in order; the output node carries descriptors in meta["desc"].
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._inductor.decomposition import select_decomp_table
+
+    with contextlib.ExitStack() as stack:
+        return aot_export_joint_with_descriptors(
+            stack, module, inputs, decompositions=select_decomp_table()
+        ).graph_module
+
+
+def mutated_input(descriptor: Any) -> int | None:
+    """Index of the input that an output of the joint graph is the new value of."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    return descriptor.mutated_input.idx if isinstance(descriptor, InputMutationAOTOutput) else None
+
+
+def gradient_of(descriptor: Any) -> int | None:
+    """Index of the input that an output of the joint graph is the gradient of."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+
+    return descriptor.grad_of.idx if isinstance(descriptor, GradAOTOutput) else None
+
+
+def output_of(descriptor: Any) -> int:
+    """Index of the output that a tangent belongs to, counted among the outputs of the user."""
+    return descriptor.output.idx
+
+
+def joint_passes(module: fx.GraphModule) -> fx.GraphModule:
+    """Inductor's passes over a joint graph; they also turn random ops into seeded ones, which can be computed twice."""
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(_mode_of(module)):
+        return _recursive_joint_graph_passes(module)
+
+
+def _mode_of(module: fx.GraphModule) -> Any:
+    from passes.build import fake_mode
+
+    return fake_mode(module.graph)
+
+
+def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Inductor on one closed graph: a callable that takes (and empties) a list of inputs. Outputs have the strides that the
+    graph says, and ops keep their order as far as collectives are concerned."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    mode = _mode_of(module)
+    inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+    _pin_output_strides(module.graph.output_node())
+    with (
+        config.patch(reorder_for_peak_memory=False, reorder_for_locality=False, reorder_for_compute_comm_overlap=False),
+        tracing(TracingContext(mode)),
+        mode,
+    ):
+        return compile_fx_inner(module, inputs)
+
+
+def missing_compiler() -> str | None:
+    """What Inductor lacks on this machine: a C++ compiler for CPU, Triton for a GPU; None where all is there."""
+    if torch.cuda.is_available():
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return None if shutil.which(get_cpp_compiler()) else "a C++ compiler"
+    except InvalidCxxCompiler:
+        return "a C++ compiler (g++)"
+
+
+def _pin_output_strides(output: fx.Node) -> None:
+    values = [n.meta["val"] if isinstance(n, fx.Node) else None for n in output.args[0]]
+    output.meta["user_visible_output_idxs"] = list(range(len(values)))
+    output.meta["original_output_strides"] = [v.stride() if isinstance(v, torch.Tensor) else None for v in values]
+
+
+def dtensor(local: torch.Tensor, like: Any) -> Any:
+    """A DTensor around `local` with the mesh, placements and full shape of another; no communication."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """The local tensor of a DTensor, without autograd."""
+    return tensor._local_tensor
+
+
+def is_fake(value: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)

@@ -1,0 +1,233 @@
+"""The spine. `build` is the architecture: a line a stage, from the user's forward to a program; `compile` puts it into a model."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from passes.build import copy, outputs, set_outputs
+from passes.errors import Error
+from passes.insert import Param, insert
+from passes.order import Key, align, collective_order
+from passes.partition import partition
+from shardc import _torch
+from shardc.agree import agree
+from shardc.capture import Captured, capture
+from shardc.lower import Lowering, check_backend
+from shardc.model import adopt, hollows, materialise, named, params_of, same_random_numbers, shard_leaf, slots
+from shardc.plan import Plan
+from shardc.program import Program
+from shardc.step import Runtime, Sharded, Step
+
+
+def build(
+    module: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str], params: Mapping[str, Param], run: Runner
+) -> Program:
+    """Dynamo's graph of one call -> a program. `names` tells the hollow parameters and the buffers among the inputs."""
+    captured = run("capture", capture, module, inputs, names)
+    own = {node: params[name] for node, name in captured.params.items()}
+    joint = run("decompose", decompose, captured.graph)
+    joint = run("insert", insert, joint, own)
+    forward, backward = run("partition", partition if captured.trains else forward_only, joint, captured.params)
+    return Program(captured, own, forward, backward, run.kept)
+
+
+def decompose(graph: fx.Graph) -> fx.Graph:
+    """Inductor's joint-graph passes; they also turn random ops into seeded ones."""
+    return _torch.joint_passes(graph.owning_module).graph
+
+
+def forward_only(graph: fx.Graph, params: Mapping[str, str]) -> tuple[fx.Graph, None]:
+    """Nothing to differentiate: the joint graph is the forward."""
+    results, _ = outputs(graph)
+    set_outputs(graph, (results, []))
+    return graph, None
+
+
+@dataclass
+class Runner:
+    """Around each stage: time, progress, and a copy of the graphs for who wants to look."""
+
+    progress: Callable[[str], None]
+    keep: bool = False
+    kept: dict[str, tuple[fx.Graph, ...]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, stage: str, function: Callable[..., Any], *args: Any) -> Any:
+        self.progress(stage)
+        start = time.perf_counter()
+        result = function(*args)
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+        if self.keep:
+            self.kept[stage] = tuple(copy(graph) for graph in _graphs(result))
+        return result
+
+
+def _graphs(result: Any) -> list[fx.Graph]:
+    if isinstance(result, Captured):
+        return [result.graph]
+    return [g for g in (result if isinstance(result, tuple) else (result,)) if g is not None]
+
+
+def compile(
+    model: nn.Module,
+    plan: Plan,
+    backend: str = "inductor",
+    *,
+    init: Callable[[nn.Module], None] | None = None,
+    dynamic: bool = False,
+    timeout_s: float = 300.0,
+    progress: Callable[[str], None] | None = None,
+) -> nn.Module:
+    """Shards `model` in place according to `plan` and returns it; it is compiled at its first call.
+
+    init: a function of one module that gives values to parameters on the meta device (default: transformers' own, or
+    `reset_parameters`). dynamic: dims of inputs are symbolic. timeout_s: how long ranks wait for each other when they compare
+    plan and program. progress: called with a line of text as compilation goes on (default: rank 0 writes to stderr).
+    Raises `shardc.Error` for a plan that does not fit the model or the process group, and where ranks disagree.
+    """
+    _torch.check_version()
+    check_backend(backend)
+    device = _device()
+    mesh = plan.topology.mesh(device.type)
+    parameters = named(model)
+    params = params_of(plan, parameters)
+    agree("plan and model", _description(plan, backend, parameters), timeout_s)
+    sharded = _shard(model, plan, params, mesh, device, init)
+    groups = {axis: mesh.get_group(axis).group_name for axis, size in plan.topology.inner}
+    progress = progress or _to_stderr
+    runtime = Runtime(sharded, Lowering(backend, groups, progress))
+    compiler = Compiler(model, params, runtime, timeout_s, progress)
+    register_optimizer_step_post_hook(runtime.after_optimizer_step)
+    return adopt(model, runtime, compiler.call(dynamic))
+
+
+@dataclass(eq=False)
+class Compiler:
+    """Compiles the calls of one model, as Dynamo hands them over."""
+
+    model: nn.Module
+    params: dict[str, Param]
+    runtime: Runtime
+    timeout_s: float
+    progress: Callable[[str], None]
+    orders: dict[frozenset[tuple[Key, int]], list[Key]] = field(default_factory=dict)
+
+    def call(self, dynamic: bool) -> Callable[..., Any]:
+        """The model's forward on hollow parameters, compiled."""
+        forward = own_code(type(self.model).forward)
+        compiled = torch.compile(forward, backend=self.backend, fullgraph=True, dynamic=dynamic)
+        places = [(owner, key, self.runtime.params[name]) for owner, key, name in slots(self.model)]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.runtime.hollowed(places), readable_errors():
+                return compiled(self.model, *args, **kwargs)
+
+        return call
+
+    def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Step:
+        """torch.compile's backend."""
+        names = {id(p.hollow): name for name, p in self.runtime.params.items()}
+        names |= {id(b): name for name, b in self.model.named_buffers()}
+        with paused_gc():
+            program = build(module, inputs, names, self.params, Runner(self.progress))
+        self.runtime.programs.append(program)
+        return Step(self.runtime, program)
+
+
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy with a code object of its own. Dynamo keeps its cache by code object; models of one class do not share theirs."""
+    new = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """Our own errors as they are, not wrapped by Dynamo; a graph break as one of ours."""
+    try:
+        yield
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, Error):
+            raise error.inner_exception from None
+        raise
+    except torch._dynamo.exc.Unsupported as error:
+        raise graph_break(error) from None
+
+
+def graph_break(error: torch._dynamo.exc.Unsupported) -> Error:
+    """What Dynamo says of a graph break, in three parts."""
+    text = str(error)
+    reason = text.strip().splitlines()[0]
+    stack = list(getattr(error, "real_stack", None) or [])
+    where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else None
+    hints = [line.strip()[6:] for line in text.splitlines() if line.strip().startswith("Hint: ")]
+    return Error(
+        f"The model's forward cannot be captured as one graph: {reason}",
+        where=where,
+        fix=" ".join(hints) or "Rewrite this line so that it does not depend on the values of tensors.",
+    )
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Tracing makes millions of small objects and no garbage worth looking for: collections cost a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _to_stderr(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"shardc: {text}", file=sys.stderr, flush=True)
+
+
+def _device() -> torch.device:
+    """Where parameters live: this rank's GPU under NCCL, else the CPU."""
+    if dist.is_initialized() and torch.cuda.is_available() and "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _description(plan: Plan, backend: str, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """What must be the same on all ranks, a line each."""
+    head = [f"torch {torch.__version__}", f"backend {backend}", f"plan {plan.to_json()}"]
+    return head + [f"{n}: {p.dtype}{list(p.shape)} trainable={p.requires_grad}" for n, p in parameters.items()]
+
+
+def _shard(
+    model: nn.Module, plan: Plan, params: Mapping[str, Param], mesh: Any, device: torch.device, init: Any
+) -> dict[str, Sharded]:
+    """Replaces every parameter of the model by its leaf, module by module: one module at a time is of full size."""
+    stand_ins = hollows(plan, named(model), device)
+    places = slots(model)
+    leaves: dict[str, Sharded] = {}
+    with same_random_numbers(device):
+        for prefix, module in list(model.named_modules()):
+            materialise(model, module, prefix, device, init)
+            for owner, key, name in places:
+                if owner is module._parameters and name not in leaves:
+                    tensor = shard_leaf(owner[key], params[name], mesh, device)
+                    leaves[name] = Sharded(name, params[name], tensor, stand_ins[name])
+                if owner is module._parameters:
+                    owner[key] = leaves[name].tensor
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    return leaves

@@ -1,0 +1,239 @@
+"""Lower: from the scheduled graph to a callable.
+
+    inductor         each distinct region is compiled once by Inductor; the outer graph calls them in order
+    inductor-whole   Inductor on the whole graph, hops included, with their order pinned
+    eager            the outer graph op by op
+
+All three end in one generated Python function that reads like the graph: a line a node, every value dropped right
+after its last use (before the call, for what a region takes), so that nothing lives longer than the graph says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes import ops
+from passes.build import Writer, copy, fake_mode, outputs, set_outputs
+from passes.errors import Error
+from passes.regions import Region, regions
+from shardc import _torch
+
+BACKENDS = ("inductor", "inductor-whole", "eager")
+Callback = Callable[[str], None]
+
+
+@dataclass
+class Lowering:
+    """What is shared by all graphs of one model: the backend, the process group of each axis, the compiled regions."""
+
+    backend: str
+    groups: Mapping[str, str]
+    """axis -> name of the process group"""
+    progress: Callback = lambda text: None
+    known: dict[str, Region] = field(default_factory=dict)
+    compiled: dict[str, Callable[[list[Any]], Sequence[Any]]] = field(default_factory=dict)
+
+    def __call__(self, graph: fx.Graph, name: str) -> Callable[[list[Any]], Any]:
+        """A callable that takes, and empties, the list of the graph's inputs and returns what the graph returns."""
+        if self.backend == "eager":
+            return emit(graph, name, self)
+        if self.backend == "inductor-whole":
+            return self._whole(graph, name)
+        outer = regions(graph, self.known)
+        fresh = [r for r in self.known.values() if r.key not in self.compiled]
+        for i, region in enumerate(fresh):
+            self.progress(f"compiling {name}: region {i + 1} of {len(fresh)} new ({len(self.known)} distinct)")
+            self.compiled[region.key] = _torch.compile_graph(with_aten_rows(region.graph))
+        return emit(outer, name, self)
+
+    def _whole(self, graph: fx.Graph, name: str) -> Callable[[list[Any]], Any]:
+        self.progress(f"compiling {name} as one graph")
+        graph = with_functional_collectives(copy(graph), self.groups)
+        leaves, spec = torch.utils._pytree.tree_flatten(outputs(graph))
+        set_outputs(graph, tuple(leaves))
+        run = _torch.compile_graph(with_aten_rows(fx.GraphModule(graph.owning_module, graph)))
+        return lambda args: torch.utils._pytree.tree_unflatten(list(run(args)), spec)
+
+
+def check_backend(backend: str) -> None:
+    """Raises for an unknown backend, and where Inductor lacks a compiler for this machine's device."""
+    if backend not in BACKENDS:
+        raise Error(f"Unknown backend {backend!r}.", fix=f"Choose one of {', '.join(BACKENDS)}.")
+    if backend != "eager":
+        missing = _torch.missing_compiler()
+        if missing:
+            raise Error(
+                f"backend={backend!r} needs {missing}, which this machine does not have.",
+                fix=f"Install {missing}, or pass backend='eager' to run the graph op by op.",
+            )
+
+
+def with_functional_collectives(graph: fx.Graph, groups: Mapping[str, str]) -> fx.Graph:
+    """Hops become torch's functional collectives on the real groups."""
+    for node in graph.nodes:
+        if ops.is_wait(node):
+            node.target = torch.ops._c10d_functional.wait_tensor.default
+        elif ops.is_start(node):
+            node.target, node.args = _functional(node, groups)
+            node.kwargs = {}
+    return graph
+
+
+def _functional(node: fx.Node, groups: Mapping[str, str]) -> tuple[Any, tuple[Any, ...]]:
+    c10d, hop, x = torch.ops._c10d_functional, ops.hop(node), node.args[0]
+    group = groups[hop.axis]
+    if hop.kind == "all_gather":
+        return c10d.all_gather_into_tensor.default, (x, hop.size, group)
+    if hop.kind == "reduce_scatter":
+        return c10d.reduce_scatter_tensor.default, (x, "sum", hop.size, group)
+    return c10d.all_reduce.default, (x, "sum", group)
+
+
+def with_aten_rows(module: fx.GraphModule) -> fx.GraphModule:
+    """`compact` and `expand` in ATen ops, so that Inductor fuses them with their neighbours."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target in (ops.compact, ops.expand):
+            _rows_in_aten(module, node)
+    module.recompile()
+    return module
+
+
+def _rows_in_aten(module: fx.GraphModule, node: fx.Node) -> None:
+    aten = torch.ops.aten
+    x, rows, split = node.args
+    value = x.meta["val"]
+    write = Writer(module.graph, fake_mode(module.graph), node.meta.get("module", ""))
+    index = ops.row_index(rows, split, value.device)
+    padded = node.meta["val"].shape[0] if node.target is ops.expand else value.shape[0]
+    with module.graph.inserting_before(node):
+        if node.target is ops.compact:
+            new = (
+                write(aten.slice.Tensor, x, 0, 0, rows)
+                if isinstance(index, slice)
+                else write(aten.index_select.default, x, 0, _constant(module, index, write))
+            )
+        elif isinstance(index, slice):
+            new = write(aten.constant_pad_nd.default, x, [0, 0] * (value.dim() - 1) + [0, padded - rows], 0.0)
+        else:
+            # Gathering is what fuses: row i of the result is row inverse[i] of x, or the zero row behind it.
+            inverse = torch.full((padded,), rows, device=value.device).index_copy_(0, index, torch.arange(rows, device=value.device))
+            longer = write(aten.constant_pad_nd.default, x, [0, 0] * (value.dim() - 1) + [0, 1], 0.0)
+            new = write(aten.index_select.default, longer, 0, _constant(module, inverse, write))
+    if new.meta["val"].stride() != node.meta["val"].stride():
+        with module.graph.inserting_before(node):
+            new = write(aten.clone.default, new, memory_format=torch.contiguous_format)
+    node.replace_all_uses_with(new)
+    module.graph.erase_node(node)
+
+
+def _constant(module: fx.GraphModule, value: torch.Tensor, write: Writer) -> fx.Node:
+    name = f"rows_{sum(1 for n in module.graph.nodes if n.op == 'get_attr')}"
+    module.register_buffer(name, value, persistent=False)
+    node = module.graph.get_attr(name)
+    node.meta["val"] = write.mode.from_tensor(value)
+    return node
+
+
+# Emitting the outer function
+
+
+def emit(graph: fx.Graph, name: str, lowering: Lowering) -> Callable[[list[Any]], Any]:
+    """The graph as one Python function; `function.source` is its text."""
+    writer = _Source(lowering)
+    source = writer.function(graph, name)
+    exec(compile(source, f"<shardc {name}>", "exec"), writer.globals)
+    function = writer.globals[name]
+    function.source = source
+    return function
+
+
+class _Source:
+    def __init__(self, lowering: Lowering):
+        self.lowering = lowering
+        self.globals: dict[str, Any] = {}
+        self.locals: set[str] = set()
+
+    def function(self, graph: fx.Graph, name: str) -> str:
+        self.locals = {n.name for n in graph.nodes}
+        names = [n.name for n in graph.nodes if n.op == "placeholder"]
+        lines = [f"def {name}(args):", f"    [{', '.join(names)}] = args", "    args.clear()"]
+        last = _last_uses(graph)
+        for node in graph.nodes:
+            if node.op == "output":
+                lines.append(f"    return {_text(node.args[0], self.constant)}")
+            elif node.op == "placeholder":
+                lines += self.dead([node] if not node.users else [])
+            else:
+                lines += self.line(node, last.get(node, []))
+        return "\n".join(lines) + "\n"
+
+    def line(self, node: fx.Node, dead: list[fx.Node]) -> list[str]:
+        """A region's inputs are dropped before the call, everything else after."""
+        if node.op == "get_attr":
+            self.globals[node.name] = operator.attrgetter(str(node.target))(node.graph.owning_module)
+            return []
+        if isinstance(node.target, Region):
+            name = self.constant(self.lowering.compiled[node.target.key], node.target.name)
+            inputs = ", ".join(n.name for n in node.args)
+            return [f"    args = [{inputs}]", *self.dead(dead), f"    {node.name} = {name}(args)", *self.unused(node)]
+        return [f"    {node.name} = {self.call(node)}", *self.dead(dead), *self.unused(node)]
+
+    def unused(self, node: fx.Node) -> list[str]:
+        return [] if node.users else self.dead([node])
+
+    def dead(self, nodes: list[fx.Node]) -> list[str]:
+        names = [n.name for n in nodes if n.op != "get_attr"]
+        return [f"    del {', '.join(names)}"] if names else []
+
+    def call(self, node: fx.Node) -> str:
+        if node.target is operator.getitem:
+            return f"{node.args[0].name}[{node.args[1]!r}]"
+        op, args, kwargs = node.target, node.args, dict(node.kwargs)
+        if ops.is_wait(node):
+            op = torch.ops._c10d_functional.wait_tensor.default
+        elif ops.is_start(node):
+            op, args = _functional(node, self.lowering.groups)
+            kwargs = {}
+        parts = [_text(a, self.constant) for a in args] + [f"{k}={_text(v, self.constant)}" for k, v in kwargs.items()]
+        return f"{self.constant(op, getattr(op, '_opname', 'op'))}({', '.join(parts)})"
+
+    def constant(self, value: Any, name: str) -> str:
+        """A global that holds a value; the same value has the same name."""
+        for i in itertools.count():
+            candidate = f"_{name}_{i}" if i else f"_{name}"
+            if candidate not in self.locals and self.globals.setdefault(candidate, value) is value:
+                return candidate
+        raise AssertionError
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that nobody needs after it."""
+    seen: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for value in node.all_input_nodes:
+            if value not in seen:
+                seen.add(value)
+                last.setdefault(node, []).append(value)
+    return last
+
+
+def _text(value: Any, constant: Callable[[Any, str], str]) -> str:
+    """An argument as Python text. Nodes are their names; what has no literal becomes a global."""
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(_text(v, constant) for v in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_text(v, constant)}" for k, v in value.items()) + "}"
+    if value is None or isinstance(value, (bool, int, str)):
+        return repr(value)
+    return constant(value, "const")

@@ -1,0 +1,176 @@
+"""The model, sharded in place: leaves, initial values, and the class that the user's object becomes.
+
+Names, methods, attributes and `isinstance` stay; each parameter becomes a DTensor on the one full mesh, listed inner axis first:
+`Shard(0)` on the axes of the optim rung, `Replicate` on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from passes.errors import Error
+from passes.insert import Param
+from passes.layout import Layout
+from shardc.capture import hollow
+from shardc.plan import Plan
+from shardc.step import Runtime, Sharded
+
+Slot = tuple[dict[str, Any], str, str]
+"""a module's dict of parameters, the key in it, the parameter's name"""
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by name, each once (a tied one under its first name)."""
+    return dict(model.named_parameters())
+
+
+def slots(model: nn.Module) -> list[Slot]:
+    """Every place in the model where a parameter sits."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [
+        (module._parameters, key, names[id(p)])
+        for module in model.modules()
+        for key, p in module._parameters.items()
+        if p is not None
+    ]
+
+
+def params_of(plan: Plan, parameters: dict[str, nn.Parameter]) -> dict[str, Param]:
+    """Layouts and dtypes by parameter name."""
+    layouts = plan.layouts({name: (tuple(p.shape), p.requires_grad) for name, p in parameters.items()})
+    scale = 1 / plan.topology.world if plan.reduce == "mean" else 1.0
+    return {name: _param(plan, layouts[name], p.dtype, scale) for name, p in parameters.items()}
+
+
+def _param(plan: Plan, layout: Layout, master: torch.dtype, scale: float) -> Param:
+    compute = compute_dtype(plan, master)
+    rest = compute if layout.params < layout.optim else master
+    return Param(layout, rest, plan.reduce_dtype or compute, master, scale)
+
+
+def compute_dtype(plan: Plan, master: torch.dtype) -> torch.dtype:
+    """What the model computes in: `param_dtype` for floating parameters."""
+    return plan.param_dtype if plan.param_dtype and master.is_floating_point else master
+
+
+def hollows(plan: Plan, parameters: dict[str, nn.Parameter], device: torch.device) -> dict[str, nn.Parameter]:
+    """A stand-in without storage for each parameter, in the compute dtype."""
+    return {n: hollow(p.shape, compute_dtype(plan, p.dtype), device, p.requires_grad) for n, p in parameters.items()}
+
+
+# Values at start
+
+
+def shard_leaf(p: torch.Tensor, param: Param, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
+    """Rank 0's value, cut; the local tensor is the head of a buffer of `piece_rows` rows, so that it travels without a copy."""
+    layout = param.layout
+    full = p.detach().to(device).contiguous()
+    if mesh.size() > 1:
+        dist.broadcast(full, src=0)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    rows, start = layout.local_rows(tuple(coordinate)), layout.local_start(tuple(coordinate))
+    buffer = full.new_zeros(layout.rung_shape(layout.optim))
+    if layout.optim == 0:
+        return leaf(buffer.copy_(full), layout, mesh, p.requires_grad)
+    local = buffer[:rows]
+    local.copy_(full[start : start + rows])
+    return leaf(local, layout, mesh, p.requires_grad)
+
+
+def leaf(local: torch.Tensor, layout: Layout, mesh: DeviceMesh, requires_grad: bool) -> nn.Parameter:
+    shape = torch.Size(layout.shape)
+    placements = [Shard(0) if i < layout.optim else Replicate() for i in range(mesh.ndim)]
+    stride = torch.empty(shape, device="meta").stride()
+    value = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(value, requires_grad=requires_grad)
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Rank 0's seed on every rank, for initialisers; the generators continue as if nothing was drawn."""
+    seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)], device=device)
+    if dist.get_world_size() > 1:
+        dist.broadcast(seed, src=0)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int(seed))
+        yield
+
+
+Initialiser = Callable[[nn.Module], None]
+
+
+def materialise(
+    model: nn.Module, module: nn.Module, prefix: str, device: torch.device, init: Initialiser | None
+) -> dict[str, torch.Tensor]:
+    """Full values of the parameters that one module owns on the meta device. Every rank draws the same ones, in the order of the
+    modules, so they do not depend on the mesh."""
+    own = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
+    meta_buffers = any(b is not None and b.is_meta for b in module._buffers.values())
+    if not own and not meta_buffers:
+        return {}
+    module.to_empty(device=device, recurse=False)
+    with torch.no_grad():
+        (init or _initialiser(model, module, prefix))(module)
+    return {key: p for key, p in module._parameters.items() if key in own and p is not None}
+
+
+def _initialiser(model: nn.Module, module: nn.Module, prefix: str) -> Initialiser:
+    """transformers' own per-module initialiser, or the module's `reset_parameters`."""
+    if hasattr(model, "_init_weights"):
+        return model._init_weights
+    if hasattr(module, "reset_parameters"):
+        return lambda m: m.reset_parameters()
+    raise Error(
+        f"Module {prefix or type(module).__name__!r} has parameters or buffers on the meta device and no way to initialise them.",
+        fix="Give it a `reset_parameters()` method, or pass `init=` (a function of one module) to shardc.compile.",
+    )
+
+
+# The class of a compiled model
+
+
+class Compiled(nn.Module):
+    """Mixed into the class of a compiled model; what it adds to the user's own class."""
+
+    _shardc: Runtime
+    _shardc_call: Callable[..., Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._shardc_call(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside add to the gradients on the grads rung and do not sync (as in DDP)."""
+        return self._shardc.no_sync()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether the next backwards sync (as in FSDP2)."""
+        self._shardc.syncing = requires_gradient_sync
+
+    def refresh(self) -> None:
+        """Parameters were changed by hand: the next forward makes new compute copies."""
+        self._shardc.mark_stale()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears `.grad` and the accumulators."""
+        super().zero_grad(set_to_none)
+        self._shardc.clear_gradients()
+
+
+def adopt(model: nn.Module, runtime: Runtime, call: Callable[..., Any]) -> nn.Module:
+    """The same object, of a class derived from its own."""
+    cls = type(model)
+    object.__setattr__(model, "_shardc", runtime)
+    object.__setattr__(model, "_shardc_call", call)
+    model.__class__ = type(cls.__name__, (Compiled, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    model.register_load_state_dict_post_hook(lambda module, keys: runtime.mark_stale())
+    return model

@@ -1,0 +1,518 @@
+"""A plan: on which rung of the ladder each model state rests. Everything else is derived from it.
+
+    Plan(Topology(node=2, gpu=4), params="gpu", grads="gpu", optim="all", param_dtype=torch.bfloat16)
+
+is PaRO's IIG. Every published strategy is such a row (the presets below), and a parameter may have its own row by
+an override on its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+
+import torch
+
+from passes.errors import Error
+from passes.layout import Layout
+from shardc.topology import RungSpec, Topology
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+STATES = ("params", "after_forward", "grads", "optim")
+"""What a plan places, in the order in which tables and JSON list it."""
+
+DTYPES = ("param_dtype", "reduce_dtype")
+PARO = ("NNN", "NNI", "NII", "INI", "III", "NNG", "NIG", "NGG", "ING", "IIG", "IGG", "GNG", "GIG", "GGG")
+"""PaRO's strategies (arXiv 2310.06003): letters for params, grads, optim."""
+
+MIB = 2**20
+
+Overrides = Mapping[str, Mapping[str, RungSpec]]
+Changes = tuple[tuple[str, int], ...]
+"""One override, normalised and hashable: (state, rung) pairs in the order of `STATES`."""
+Parameter = tuple[tuple[int, ...], torch.dtype, bool]
+"""(full shape, master dtype, trainable)."""
+
+
+class Row(NamedTuple):
+    """The rungs of one parameter, as numbers of inner axes."""
+
+    params: int
+    after_forward: int
+    grads: int
+    optim: int
+
+
+class Options(TypedDict, total=False):
+    """The keywords that every preset passes on to `Plan`."""
+
+    overrides: Overrides | None
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    reduce: Literal["mean", "sum"]
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Plan:
+    """Where each model state rests: a default row of rungs, and overrides by pattern on parameter names.
+
+    Rungs are given as `Topology.rung` takes them and kept as numbers of inner axes; `after_forward` is `params`
+    unless given. An override holds any of the four states; later matching patterns win, and an `after_forward`
+    that it does not name is clamped to its `params`. `param_dtype` is what compute and the gathers use,
+    `reduce_dtype` what gradients travel in (None: `param_dtype`, and without that the parameter's own dtype).
+    `reduce` is what gradients are over all ranks. Raises `Error` for an illegal row, naming the rule.
+    """
+
+    topology: Topology
+    params: int
+    after_forward: int
+    grads: int
+    optim: int
+    overrides: tuple[tuple[str, Changes], ...]
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    reduce: Literal["mean", "sum"]
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        params: RungSpec = "replicated",
+        after_forward: RungSpec | None = None,
+        grads: RungSpec = "replicated",
+        optim: RungSpec = "replicated",
+        overrides: Overrides | Iterable[tuple[str, Changes]] | None = None,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        reduce: Literal["mean", "sum"] = "mean",
+    ):
+        after_forward = params if after_forward is None else after_forward
+        specs = zip(STATES, (params, after_forward, grads, optim), strict=True)
+        row = Row(*(_rung(topology, state, spec) for state, spec in specs))
+        _check_row(topology, row)
+        _check_options(param_dtype, reduce_dtype, reduce)
+        changes = _normalised(topology, overrides)
+        dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+        fields = dict(topology=topology, **row._asdict(), overrides=changes, **dtypes, reduce=reduce)
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        for pattern, change in changes:
+            _merged(topology, row, change, pattern)
+
+    @property
+    def default(self) -> Row:
+        """The row of a trainable parameter that no override matches."""
+        return Row(self.params, self.after_forward, self.grads, self.optim)
+
+    def row(self, name: str, trainable: bool = True) -> Row:
+        """The rungs of the parameter `name`. A frozen parameter rests on its params rung alone, stored once.
+
+        Raises `Error` where the overrides that match make an illegal row together.
+        """
+        row = self.default
+        for pattern, changes in self.overrides:
+            if fnmatchcase(name, pattern):
+                row = _merged(self.topology, row, changes, pattern, name)
+        return row if trainable else row._replace(grads=row.params, optim=row.params)
+
+    def layouts(self, parameters: Mapping[str, tuple[tuple[int, ...], bool]]) -> dict[str, Layout]:
+        """The layout of each parameter, given as (full shape, trainable) by name.
+
+        0-dim parameters and those without elements have nothing to split and are replicated. Raises `Error` for an
+        override that matches no parameter.
+        """
+        self._check_patterns(list(parameters))
+        return {name: self._layout(name, tuple(shape), train) for name, (shape, train) in parameters.items()}
+
+    def _layout(self, name: str, shape: tuple[int, ...], trainable: bool) -> Layout:
+        row = self.row(name, trainable) if shape and all(shape) else Row(0, 0, 0, 0)
+        return Layout(name, shape, self.topology.inner, *row, trainable=trainable)
+
+    def _check_patterns(self, names: list[str]) -> None:
+        for pattern, _ in self.overrides:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                close = get_close_matches(pattern.strip("*"), names, n=3, cutoff=0.3) or names[:3]
+                fix = "the closest names are " + ", ".join(map(repr, close)) if close else "the model has no parameters"
+                raise Error(f"override {pattern!r} matches no parameter", fix=fix)
+
+    def table(self, named: Mapping[str, Parameter], optimizer_states: int = 2) -> str:
+        """The plan as text: for each state its rung, the ranks that share one copy, and MiB a rank.
+
+        `named` gives (full shape, master dtype, trainable) by name; the bytes are those of `state_bytes`.
+        """
+        size = state_bytes(self, named, optimizer_states)
+        held = _held_bytes(self, named)
+        lines = [str(self), "", f"{'state':<14} {'rung':<16} {'ranks a copy':>12} {'MiB a rank':>12}  what"]
+        lines += [
+            self._line("params", size["copies"], self._copies_note(size["copies"])),
+            self._line("after_forward", held, _held_note(held)),
+            self._line("grads", size["accumulators"], self._accumulators_note(size)),
+            self._line("optim", size["master"] + size["optimizer"], _split_note(size)),
+            f"{'at rest':<14} {'':<16} {'':>12} {_mib(sum(size.values())):>12}  with .grad, without after_forward",
+        ]
+        return "\n".join(lines + self._override_lines())
+
+    def _line(self, state: str, size_bytes: int, note: str) -> str:
+        rung = getattr(self, state)
+        name, shared = self.topology.rung_name(rung), self.topology.shared_by(rung)
+        return f"{state:<14} {name:<16} {shared:>12} {_mib(size_bytes):>12}  {note}"
+
+    def _copies_note(self, copies_bytes: int) -> str:
+        if not copies_bytes:
+            return "same as optim"
+        return "compute copies in " + (_dtype_name(self.param_dtype) or "the dtype of the master")
+
+    def _accumulators_note(self, size: dict[str, int]) -> str:
+        grad = f".grad {_mib(size['grads'])} on optim's rung"
+        if not size["accumulators"]:
+            return "the accumulator is .grad; " + grad
+        dtype = _dtype_name(self.reduce_dtype or self.param_dtype) or "the dtype of the master"
+        return f"accumulators in {dtype}; {grad}"
+
+    def _override_lines(self) -> list[str]:
+        lines = [f"  {pattern}: {_spelled(self.topology, changes)}" for pattern, changes in self.overrides]
+        return ["overrides (a later one wins)", *lines] if lines else []
+
+    def to_json(self) -> str:
+        """The plan with its topology as JSON; `from_json` gives an equal plan back."""
+        named = self.topology.rung_name
+        saved = {
+            "topology": self.topology.to_dict(),
+            **{state: named(rung) for state, rung in self.default._asdict().items()},
+            # A list, because the order of overrides matters and JSON objects have none.
+            "overrides": [[pattern, {state: named(rung) for state, rung in row}] for pattern, row in self.overrides],
+            **{key: _dtype_name(getattr(self, key)) for key in DTYPES},
+            "reduce": self.reduce,
+        }
+        return json.dumps(saved, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The inverse of `to_json`. Raises `Error` for text that is no plan, saying what is wrong."""
+        saved = _parsed(text)
+        topology = Topology.from_dict(saved.pop("topology"))
+        saved.update({key: _dtype(key, saved[key]) for key in DTYPES if key in saved})
+        return cls(topology, **saved)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that `save` wrote. Raises `Error` with the path and what is wrong where it is no plan."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise Error(f"{os.fspath(path)} is no plan: not UTF-8 text", fix=_SAVE) from error
+        except Error as error:
+            raise Error(f"{os.fspath(path)} is no plan: {error.what}", where=error.where, fix=error.fix) from error
+
+    def __repr__(self) -> str:
+        named = self.topology.rung_name
+        given = [f"{state}={named(rung)!r}" for state, rung in self.default._asdict().items()]
+        if self.overrides:
+            rows = {pattern: {state: named(rung) for state, rung in changes} for pattern, changes in self.overrides}
+            given.append(f"overrides={rows!r}")
+        given += [f"{key}={getattr(self, key)}" for key in DTYPES if getattr(self, key)]
+        given += [f"reduce={self.reduce!r}"] * (self.reduce != "mean")
+        return f"Plan({self.topology!r}, {', '.join(given)})"
+
+    def __str__(self) -> str:
+        row = zip(STATES, self.default, strict=True)
+        text = f"{_spelled(self.topology, row)} on " + " x ".join(f"{n}={s}" for n, s in self.topology.inner[::-1])
+        names = {key: _dtype_name(getattr(self, key)) for key in DTYPES}
+        text += "".join(f", {key} {name}" for key, name in names.items() if name)
+        text += ", gradients summed" * (self.reduce == "sum")
+        return text + (f", {_counted(len(self.overrides), 'override')}" if self.overrides else "")
+
+    @classmethod
+    def legal(cls, topology: Topology) -> list[Plan]:
+        """Every plan that is legal on a topology, without overrides: 7 on one axis, 25 on two."""
+        rungs = range(len(topology.axes) + 1)
+        return [
+            cls(topology, params=params, after_forward=after_forward, grads=grads, optim=optim)
+            for optim in rungs
+            for params in rungs[: optim + 1]
+            for grads in rungs[: optim + 1]
+            for after_forward in rungs[: params + 1]
+        ]
+
+    @classmethod
+    def ddp(cls, topology: Topology, **options: Unpack[Options]) -> Plan:
+        """Everything on every rank."""
+        return cls(topology, **options)
+
+    @classmethod
+    def zero1(cls, topology: Topology, **options: Unpack[Options]) -> Plan:
+        """The optimizer over all ranks (ZeRO stage 1, arXiv 1910.02054)."""
+        return cls(topology, optim="all", **options)
+
+    @classmethod
+    def zero2(cls, topology: Topology, **options: Unpack[Options]) -> Plan:
+        """Gradients and the optimizer over all ranks (ZeRO stage 2)."""
+        return cls(topology, grads="all", optim="all", **options)
+
+    @classmethod
+    def zero3(cls, topology: Topology, *, reshard: bool = True, **options: Unpack[Options]) -> Plan:
+        """Everything over all ranks (ZeRO stage 3, FSDP); without `reshard` full from the forward to the backward."""
+        after_forward = "all" if reshard else "replicated"
+        return cls(topology, params="all", after_forward=after_forward, grads="all", optim="all", **options)
+
+    @classmethod
+    def hsdp(cls, topology: Topology, **options: Unpack[Options]) -> Plan:
+        """Everything inside the outermost axis, replicated along it (FSDP's hybrid sharding)."""
+        inside = _inside(topology, "hsdp")
+        return cls(topology, params=inside, grads=inside, optim=inside, **options)
+
+    @classmethod
+    def mics(cls, topology: Topology, **options: Unpack[Options]) -> Plan:
+        """MiCS (arXiv 2205.00119) with a partition group of all axes but the outermost: the same row as `hsdp`."""
+        inside = _inside(topology, "mics")
+        return cls(topology, params=inside, grads=inside, optim=inside, **options)
+
+    @classmethod
+    def hpz(cls, topology: Topology, **options: Unpack[Options]) -> Plan:
+        """ZeRO-3 whose backward gathers inside the outermost axis (hpZ of ZeRO++, arXiv 2306.10209)."""
+        inside = _inside(topology, "hpz")
+        return cls(topology, params="all", after_forward=inside, grads="all", optim="all", **options)
+
+    @classmethod
+    def paro(cls, topology: Topology, letters: str, **options: Unpack[Options]) -> Plan:
+        """One of PaRO's strategies, letters for params, grads, optim: N none, I all axes but the outermost, G all."""
+        if letters not in PARO:
+            raise Error(f"{letters!r} is not a PaRO strategy", fix=f"one of {', '.join(PARO)}")
+        rungs = {"N": 0, "G": len(topology.axes)}
+        if "I" in letters:
+            rungs["I"] = _inside(topology, f"paro {letters!r}")
+        params, grads, optim = (rungs[letter] for letter in letters)
+        return cls(topology, params=params, grads=grads, optim=optim, **options)
+
+    @classmethod
+    def amsp(cls, topology: Topology, p: int, g: int, os: int, **options: Unpack[Options]) -> Plan:
+        """AMSP (arXiv 2311.00257): `p`, `g`, `os` ranks share one copy of parameters, gradients, optimizer.
+
+        A factor inside an axis splits it: `p=4` on `gpu=8` makes the plan's topology `gpu1=2, gpu0=4`. Raises `Error`
+        for a factor that no split reaches.
+        """
+        split = _split(topology, {"p": p, "g": g, "os": os})
+        rungs = {split.shared_by(rung): rung for rung in reversed(range(len(split.axes) + 1))}
+        return cls(split, params=rungs[p], grads=rungs[g], optim=rungs[os], **options)
+
+
+_SAVE = "write it with Plan.save(path)"
+
+
+def state_bytes(plan: Plan, named: Mapping[str, Parameter], optimizer_states: int = 2) -> dict[str, int]:
+    """Bytes that one rank holds at rest under a plan, by kind; the interior padding of uneven rows counts.
+
+    `named` gives (full shape, master dtype, trainable) by name.
+    - master: parameters on the optim rung.
+    - optimizer: `optimizer_states` fp32 values for each trainable master element (2 for Adam).
+    - copies: compute parameters on the params rung in `param_dtype`, where params is below optim.
+    - accumulators: gradients on the grads rung in `reduce_dtype`, where grads is not optim.
+    - grads: `.grad`, on the optim rung in the dtype of the master.
+    """
+    total = dict.fromkeys(("master", "optimizer", "copies", "accumulators", "grads"), 0)
+    layouts = plan.layouts({name: (shape, trainable) for name, (shape, _, trainable) in named.items()})
+    for name, layout in layouts.items():
+        for kind, size in _layout_bytes(plan, layout, named[name][1], optimizer_states).items():
+            total[kind] += size
+    return total
+
+
+def _layout_bytes(plan: Plan, layout: Layout, dtype: torch.dtype, optimizer_states: int) -> dict[str, int]:
+    own, copy = prod(layout.rung_shape(layout.optim)), prod(layout.rung_shape(layout.params))
+    accumulator = prod(layout.rung_shape(layout.grads)) * (layout.grads != layout.optim)
+    wire = plan.reduce_dtype or plan.param_dtype or dtype
+    return {
+        "master": own * dtype.itemsize,
+        "optimizer": own * torch.float32.itemsize * optimizer_states * layout.trainable,
+        "copies": copy * _compute_dtype(plan, dtype).itemsize * (layout.params < layout.optim),
+        "accumulators": accumulator * wire.itemsize,
+        "grads": own * dtype.itemsize * layout.trainable,
+    }
+
+
+def _held_bytes(plan: Plan, named: Mapping[str, Parameter]) -> int:
+    """Bytes of the values that the forward hands to the backward because after_forward is below params."""
+    layouts = plan.layouts({name: (shape, trainable) for name, (shape, _, trainable) in named.items()})
+    return sum(
+        prod(layout.rung_shape(layout.after_forward)) * _compute_dtype(plan, named[name][1]).itemsize
+        for name, layout in layouts.items()
+        if layout.after_forward < layout.params
+    )
+
+
+def _compute_dtype(plan: Plan, dtype: torch.dtype) -> torch.dtype:
+    """Integer parameters (frozen, quantised) are never cast."""
+    return plan.param_dtype or dtype if dtype.is_floating_point else dtype
+
+
+def _rung(topology: Topology, state: str, spec: RungSpec) -> int:
+    try:
+        return topology.rung(spec)
+    except Error as error:
+        raise Error(f"{state}: {error.what}", where=error.where, fix=error.fix) from error
+
+
+def _check_row(topology: Topology, row: Row, where: str | None = None) -> None:
+    for low, high in (("params", "optim"), ("grads", "optim"), ("after_forward", "params")):
+        below, above = getattr(row, low), getattr(row, high)
+        if below > above:
+            subject, relation, other = (low, "below", high) if low == "after_forward" else (high, "above", low)
+            names = {low: topology.rung_name(below), high: topology.rung_name(above)}
+            raise Error(
+                f"{subject} must be at or {relation} {other} on the ladder, but {subject} is {names[subject]!r} "
+                f"and {other} is {names[other]!r}",
+                where=where,
+                fix=f"{subject}={names[other]!r}, or {other}={names[subject]!r}",
+            )
+
+
+def _check_options(param_dtype: object, reduce_dtype: object, reduce: object) -> None:
+    for key, dtype in zip(DTYPES, (param_dtype, reduce_dtype), strict=True):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise Error(f"{key} is {dtype!r}", fix="a floating-point dtype such as torch.bfloat16, or None")
+    if reduce not in ("mean", "sum"):
+        raise Error(f"reduce is {reduce!r}", fix="'mean' or 'sum' of the gradients over all ranks")
+
+
+def _normalised(topology: Topology, overrides: Any) -> tuple[tuple[str, Changes], ...]:
+    try:
+        rows = [(pattern, dict(changes)) for pattern, changes in dict(overrides or {}).items()]
+    except (TypeError, ValueError) as error:
+        raise Error(f"overrides are {overrides!r}", fix="{'*norm*': dict(params='replicated')}") from error
+    return tuple((pattern, _changes(topology, pattern, changes)) for pattern, changes in rows)
+
+
+def _changes(topology: Topology, pattern: str, changes: dict[str, RungSpec]) -> Changes:
+    if not isinstance(pattern, str):
+        raise Error(f"override {pattern!r} is no pattern", fix="a string such as '*norm*'")
+    for key in changes:
+        if key not in STATES:
+            raise Error(f"override {pattern!r} sets {key!r}", fix=_did_you_mean(key, STATES))
+    where = f"override {pattern!r}, "
+    return tuple((state, _rung(topology, where + state, changes[state])) for state in STATES if state in changes)
+
+
+def _merged(topology: Topology, row: Row, changes: Changes, pattern: str, name: str | None = None) -> Row:
+    given = dict(changes)
+    row = row._replace(**given)
+    if "after_forward" not in given:
+        row = row._replace(after_forward=min(row.after_forward, row.params))
+    _check_row(topology, row, f"override {pattern!r}" + (f" for parameter {name!r}" if name else ""))
+    return row
+
+
+def _inside(topology: Topology, preset: str) -> int:
+    """The rung inside the outermost axis (inside a node)."""
+    if len(topology.axes) < 2:
+        raise Error(
+            f"{preset} needs two axes, but {topology} has one",
+            fix=f"split it by node: Topology(node=..., {topology.axes[0]}=...)",
+        )
+    return len(topology.axes) - 1
+
+
+def _split(topology: Topology, factors: dict[str, int]) -> Topology:
+    """The topology with each axis cut so that every factor is the size of a rung."""
+    for name, factor in factors.items():
+        _check_factor(topology, name, factor)
+    pairs: list[tuple[str, int]] = []
+    base = 1
+    for axis, size in topology.inner:
+        cuts = sorted({factor for factor in factors.values() if base < factor < base * size})
+        pairs += _parts(axis, [base, *cuts, base * size])
+        base *= size
+    axes, sizes = zip(*reversed(pairs), strict=True)
+    return Topology.from_dict({"axes": list(axes), "sizes": list(sizes)})
+
+
+def _check_factor(topology: Topology, name: str, factor: int) -> None:
+    reachable = {1}
+    base = 1
+    for _, size in topology.inner:
+        reachable |= {base * part for part in range(1, size + 1) if size % part == 0}
+        base *= size
+    if isinstance(factor, bool) or factor not in reachable:
+        raise Error(
+            f"amsp {name}={factor!r} cannot be reached on {topology}: a factor fills inner axes first, "
+            "then a divisor of the next",
+            fix=f"one of {', '.join(map(str, sorted(reachable)))}",
+        )
+
+
+def _parts(axis: str, sizes: list[int]) -> list[tuple[str, int]]:
+    """One axis cut at cumulative sizes, inner part first: [1, 4, 8] makes gpu0=4, gpu1=2."""
+    for small, large in pairwise(sizes):
+        if large % small:
+            raise Error(
+                f"amsp factors {small} and {large} do not nest: both cut axis {axis!r}",
+                fix="choose factors each of which divides the next",
+            )
+    ratios = [large // small for small, large in pairwise(sizes)]
+    return [(axis if len(ratios) == 1 else f"{axis}{i}", ratio) for i, ratio in enumerate(ratios)]
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The JSON object of a plan, its keys checked."""
+    try:
+        saved = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Error(f"not JSON: {error}", fix=_SAVE) from error
+    if not isinstance(saved, dict):
+        raise Error(f"a JSON {type(saved).__name__} where an object is expected", fix=_SAVE)
+    known = ("topology", *STATES, "overrides", *DTYPES, "reduce")
+    for key in saved:
+        if key not in known:
+            raise Error(f"unknown key {key!r}", fix=_did_you_mean(key, known))
+    if "topology" not in saved:
+        raise Error("key 'topology' is missing", fix=_SAVE)
+    return saved
+
+
+def _dtype(key: str, name: object) -> torch.dtype | None:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if name is not None and not isinstance(dtype, torch.dtype):
+        raise Error(f"{key} is {name!r}", fix="a name such as 'bfloat16', or null")
+    return dtype
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _spelled(topology: Topology, row: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{state} {topology.rung_name(rung)}" for state, rung in row)
+
+
+def _held_note(held_bytes: int) -> str:
+    return "held from a forward to its backward" if held_bytes else "nothing more than params"
+
+
+def _split_note(size: dict[str, int]) -> str:
+    return f"master {_mib(size['master'])} + optimizer {_mib(size['optimizer'])}"
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / MIB:.2f}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _did_you_mean(key: object, known: tuple[str, ...]) -> str:
+    close = get_close_matches(str(key), known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"one of {', '.join(known)}"

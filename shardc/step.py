@@ -1,0 +1,290 @@
+"""Step: the runtime of one compiled model. Parameters at rest, copies, accumulators, and the autograd function around
+the two outer callables of a program.
+
+What lives between steps is visible here and nowhere else: per parameter the DTensor that the user sees (optim rung), a compute copy
+where the params rung is below optim, and an accumulator where grads is not on the optim rung.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.insert import Param
+from shardc import _torch
+from shardc.lower import Lowering
+from shardc.program import Program
+from shardc.unsynced import UnsyncedGradient
+
+
+@dataclass(eq=False)
+class Sharded:
+    """One parameter at rest."""
+
+    name: str
+    param: Param
+    tensor: nn.Parameter
+    """the DTensor that the user sees; its local tensor has room for `piece_rows` rows"""
+    hollow: nn.Parameter
+    """what stands in for it while the model runs"""
+    copy: torch.Tensor | None = None
+    """on the params rung"""
+    accumulator: torch.Tensor | None = None
+    """on the grads rung; None between updates"""
+    partial: bool = False
+    """`.grad` holds gradients that were not synced yet"""
+    synced_grad: torch.Tensor | None = None
+    """an earlier synced `.grad`, kept aside while unsynced ones accumulate"""
+    seen_version: int = -1
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """The optim piece at its travelling length: the local rows and the room behind them."""
+        local = _torch.local_of(self.tensor)
+        shape = self.param.layout.rung_shape(self.param.layout.optim)
+        if tuple(local.shape) == shape:
+            return local.detach()
+        padded = local.new_zeros(shape)
+        padded[: local.shape[0]] = local
+        return padded
+
+    def at_rest(self) -> torch.Tensor:
+        """The value on the params rung that a graph takes."""
+        if not self.param.has_copy:
+            return self.shard
+        assert self.copy is not None, f"{self.name} was never refreshed"
+        return self.copy
+
+    def gradient(self, value: torch.Tensor) -> torch.Tensor:
+        """A synced gradient as a DTensor like the parameter."""
+        local = _torch.local_of(self.tensor)
+        return _torch.dtensor(value[: local.shape[0]] if local.dim() else value, self.tensor)
+
+    def clear(self) -> None:
+        self.accumulator, self.partial, self.synced_grad = None, False, None
+
+    def set_aside(self) -> None:
+        """A synced `.grad` must not be reduced again with the unsynced gradients that follow."""
+        if not self.partial and self.accumulator is None and self.tensor.grad is not None:
+            self.synced_grad, self.tensor.grad = self.tensor.grad, None
+
+    def take(self) -> torch.Tensor:
+        """What has accumulated, handed over to a backward that syncs it; `.grad` is what was synced before."""
+        value = self.accumulator if self.accumulator is not None else _padded(self.tensor.grad, self.param)
+        self.tensor.grad = self.synced_grad
+        self.clear()
+        return value
+
+
+@dataclass(eq=False)
+class Runtime:
+    """The state of one compiled model and the switches of its loop."""
+
+    params: dict[str, Sharded]
+    lowering: Lowering
+    stale: set[str] = field(default_factory=set)
+    """parameters whose copy is older than their optim shard"""
+    syncing: bool = True
+    programs: list[Program] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.mark_stale()
+
+    def mark_stale(self) -> None:
+        """The next forward refreshes."""
+        self.stale.update(name for name, p in self.params.items() if p.param.has_copy)
+
+    def notice_updates(self) -> None:
+        """An update written by hand bumps the version of the DTensor. It is only one of the signs: foreach and fused optimizers
+        bump nothing, which is why steps and synced backwards count as well."""
+        for name, p in self.params.items():
+            if p.param.has_copy and p.tensor._version != p.seen_version:
+                p.seen_version = p.tensor._version
+                self.stale.add(name)
+
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """torch's hook behind every optimizer's step: was it one on our parameters?"""
+        own = {id(p.tensor) for p in self.params.values()}
+        if any(id(q) in own for group in optimizer.param_groups for q in group["params"]):
+            self.mark_stale()
+
+    def clear_gradients(self) -> None:
+        for p in self.params.values():
+            p.clear()
+
+    def notice_cleared(self) -> None:
+        """`optimizer.zero_grad()` removed or zeroed the marker that stood for an accumulator, or `.grad` itself."""
+        for p in self.params.values():
+            gone = p.accumulator is not None and UnsyncedGradient.cleared(p.tensor.grad)
+            if gone or (p.partial and p.tensor.grad is None):
+                p.clear()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    @contextmanager
+    def hollowed(self, slots: Sequence[tuple[dict[str, Any], str, Sharded]]) -> Iterator[None]:
+        """The model with hollow parameters in the place of its own."""
+        for owner, key, p in slots:
+            if p.hollow.requires_grad != p.tensor.requires_grad:
+                p.hollow.requires_grad_(p.tensor.requires_grad)
+            owner[key] = p.hollow
+        try:
+            yield
+        finally:
+            for owner, key, p in slots:
+                owner[key] = p.tensor
+
+
+class Step:
+    """One program, ready to run: called by Dynamo with the flat inputs of its graph."""
+
+    def __init__(self, runtime: Runtime, program: Program):
+        self.runtime, self.program = runtime, program
+        self.params = {name: runtime.params[p.layout.name] for name, p in program.params.items()}
+        backward = program.backward
+        self.tangent_strides = [
+            n.meta["val"].stride()
+            for n in (backward.find_nodes(op="placeholder") if backward else [])
+            if n.name.startswith("tangents")
+        ]
+        self.forwards: dict[frozenset[str], Callable[[list[Any]], Any]] = {}
+        self.backwards: dict[tuple[Any, ...], Callable[[list[Any]], Any]] = {}
+
+    def __call__(self, *flat: Any) -> tuple[Any, ...]:
+        captured = self.program.captured
+        inputs = [self.params[n].tensor if n in self.params else v for n, v in zip(captured.inputs, flat, strict=True)]
+        self.runtime.notice_updates()
+        outs = _Autograd.apply(self, *inputs) if captured.trains else self.run_forward(inputs)[0]
+        for index, value in zip(captured.mutated, outs, strict=False):
+            flat[index].copy_(value)
+        return tuple(outs[len(captured.mutated) :])
+
+    def run_forward(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Outputs and saved values."""
+        names = self.program.captured.inputs
+        stale = frozenset(n for n, p in self.params.items() if p.name in self.runtime.stale)
+        args = [self._input(name, value, name in stale) for name, value in zip(names, inputs, strict=True)]
+        result = self._forward(stale)(args)
+        for name, copy in (result[2] if stale else {}).items():
+            self.runtime.params[name].copy = copy
+            self.runtime.stale.discard(name)
+        return result[0], result[1]
+
+    def _input(self, name: str, value: Any, stale: bool) -> Any:
+        if name not in self.params:
+            return value.detach() if isinstance(value, torch.Tensor) else value
+        return self.params[name].shard if stale else self.params[name].at_rest()
+
+    def _forward(self, stale: frozenset[str]) -> Callable[[list[Any]], Any]:
+        if stale not in self.forwards:
+            names = {self.params[n].name for n in stale}
+            graph = self.program.refreshed(names) if stale else self.program.forward
+            self.forwards[stale] = self.runtime.lowering(graph, "forward_refresh" if stale else "forward")
+        return self.forwards[stale]
+
+    def run_backward(self, saved: list[Any], tangents: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Gradients by name, as autograd is to see them; what is not synced stays with the runtime."""
+        runtime, synced = self.runtime, self.runtime.syncing
+        runtime.notice_cleared()
+        waiting = self._waiting(synced)
+        run = self._backward(synced, waiting)
+        accumulators = [p.take() if synced else p.accumulator for p in waiting.values()]
+        args = [*saved, *self._as_traced(tangents), *accumulators]
+        saved.clear()
+        del accumulators
+        grads = run(args)
+        if synced:
+            runtime.mark_stale()
+        return {name: g for name, g in ((n, self._deliver(n, g, synced)) for n, g in grads.items()) if g is not None}
+
+    def _as_traced(self, tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Regions were compiled for dense tangents; the expanded one of a `.sum()` has stride 0."""
+        return [t if t.stride() == s else torch.empty_strided(t.shape, s, dtype=t.dtype, device=t.device).copy_(t)
+                for t, s in zip(tangents, self.tangent_strides, strict=True)]
+
+    def _waiting(self, synced: bool) -> dict[str, Sharded]:
+        """Parameters whose earlier gradients this backward adds to."""
+        own = {p.name for p in self.params.values()}
+        return {
+            _key(p): p
+            for p in self.runtime.params.values()
+            if (p.accumulator is not None and (synced or p.name in own)) or (synced and p.partial)
+        }
+
+    def _backward(self, synced: bool, waiting: dict[str, Sharded]) -> Callable[[list[Any]], Any]:
+        key = (synced, *waiting)
+        if key not in self.backwards:
+            graph = self.program.variation(synced=synced, accumulated={n: p.param for n, p in waiting.items()})
+            name = "backward" + "_accumulate" * bool(waiting) + "_sync" * synced
+            self.backwards[key] = self.runtime.lowering(graph, name)
+        return self.backwards[key]
+
+    def _deliver(self, name: str, grad: torch.Tensor, synced: bool) -> torch.Tensor | None:
+        p = self.runtime.params.get(name)
+        if p is None:
+            return grad
+        if synced:
+            return p.gradient(grad)
+        if not p.param.needs_sync:
+            return p.gradient(grad.to(p.param.master_dtype))
+        p.set_aside()
+        if p.param.grad_is_accumulator:
+            p.partial = True
+            return p.gradient(grad.to(p.param.master_dtype))
+        p.accumulator = grad
+        if not isinstance(p.tensor.grad, UnsyncedGradient):
+            p.tensor.grad = UnsyncedGradient(p.tensor, p.name)
+        return None
+
+
+def _key(p: Sharded) -> str:
+    return p.name.replace(".", "_")
+
+
+def _padded(grad: Any, param: Param) -> torch.Tensor:
+    """The local part of `.grad` at the length at which pieces travel."""
+    local, shape = _torch.local_of(grad), param.layout.rung_shape(param.layout.grads)
+    if tuple(local.shape) == shape:
+        return local
+    padded = local.new_zeros(shape)
+    padded[: local.shape[0]] = local
+    return padded
+
+
+class _Autograd(torch.autograd.Function):
+    """The seam to autograd: the parameters (DTensors) and the flat inputs go in, gradients on the optim rung come out."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, *inputs: Any) -> tuple[Any, ...]:
+        outs, saved = step.run_forward(inputs)
+        captured = step.program.captured
+        ctx.step = step
+        ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
+        ctx.scalars = [None if isinstance(v, torch.Tensor) else v for v in saved]
+        differentiable = [False] * len(captured.mutated) + captured.differentiable
+        ctx.mark_non_differentiable(*(o for o, d in zip(outs, differentiable, strict=True) if not d and isinstance(o, torch.Tensor)))
+        ctx.differentiable = differentiable
+        return tuple(outs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        tensors = iter(ctx.saved_tensors)
+        saved = [next(tensors) if v is None else v for v in ctx.scalars]
+        del tensors
+        ctx.maybe_clear_saved_tensors()
+        wanted = [t for t, d in zip(tangents, ctx.differentiable, strict=True) if d]
+        grads = ctx.step.run_backward(saved, wanted)
+        captured = ctx.step.program.captured
+        return None, *(grads.get(captured.params.get(name, name)) for name in captured.inputs)

@@ -1,0 +1,316 @@
+"""The mesh by name: its axes, how ranks lie on them, and the rungs that can be spelled on it.
+
+Axes are written outermost first, `Topology(node=2, gpu=4)`, and ranks are row-major: rank 5 is node 1, gpu 1.
+A rung is a number of inner axes (`passes.layout`); here it gets its names, "gpu" or "gpu+node".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import accumulate
+from math import prod
+from operator import mul
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from passes.errors import Error
+
+RungSpec = str | int | Sequence[str]
+"""A rung as a user writes it: "replicated", "gpu", "gpu+node", "all", a tuple of names, or a number of inner axes."""
+
+RESERVED = ("all", "replicated", "full")
+"""Names that mean a rung or a value, so no axis may have them."""
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Topology:
+    """A mesh of named axes, outermost first: `Topology(node=48, gpu=4, gcd=2)` is Frontier.
+
+    `axes` and `sizes` are the names and the number of ranks along each, outermost first. Raises `Error` for no
+    axis, a name that is no identifier or has another meaning, and a size that is no integer of at least 1.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __init__(self, /, **sizes: int):
+        if not sizes:
+            raise Error("a topology needs at least one axis", fix="Topology(node=2, gpu=8), outermost axis first")
+        for name, size in sizes.items():
+            _check_axis(name, size)
+        object.__setattr__(self, "axes", tuple(sizes))
+        object.__setattr__(self, "sizes", tuple(sizes.values()))
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return prod(self.sizes)
+
+    @property
+    def inner(self) -> tuple[tuple[str, int], ...]:
+        """(name, size) of each axis, INNER axis first: what `passes.layout.Layout.axes` wants."""
+        return tuple(zip(self.axes, self.sizes, strict=True))[::-1]
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Index of `rank` on each axis, inner axis first."""
+        if not 0 <= rank < self.world:
+            raise Error(f"rank {rank} is not one of the {self.world} ranks of {self}")
+        indices = []
+        for _, size in self.inner:
+            rank, index = divmod(rank, size)
+            indices.append(index)
+        return tuple(indices)
+
+    def rung(self, spec: RungSpec) -> int:
+        """Number of inner axes that `spec` names.
+
+        Raises `Error` for an axis that is not in the topology and for axes that leave out a faster one.
+        """
+        if isinstance(spec, int):
+            return self._counted(spec)
+        if isinstance(spec, str) and spec in ("replicated", "all"):
+            return 0 if spec == "replicated" else len(self.axes)
+        return self._named(_names(spec), spec)
+
+    def _counted(self, rung: int) -> int:
+        if isinstance(rung, bool) or not 0 <= rung <= len(self.axes):
+            raise Error(f"{rung!r} is not a rung of {self}", fix=f"a number of inner axes, 0 to {len(self.axes)}")
+        return rung
+
+    def _named(self, names: list[str], spec: object) -> int:
+        inner = self.axes[::-1]
+        for name in names:
+            self._check_known(name)
+        if len(set(names)) != len(names):
+            raise Error(f"{spec!r} names an axis twice")
+        if set(names) != set(inner[: len(names)]):
+            reach = 1 + max(inner.index(name) for name in names)
+            raise Error(
+                f"a rung starts at the innermost axis and leaves none out, but {'+'.join(names)!r} lacks "
+                + ", ".join(repr(name) for name in inner[:reach] if name not in names),
+                fix=f"did you mean {'+'.join(inner[:reach])!r}?",
+            )
+        return len(names)
+
+    def _check_known(self, name: str) -> None:
+        if name not in self.axes:
+            close = get_close_matches(name, [*self.axes, "replicated", "all"], n=1)
+            raise Error(
+                f"unknown axis {name!r}; the axes, innermost first, are " + ", ".join(map(repr, self.axes[::-1])),
+                fix=f"did you mean {close[0]!r}?" if close else f"one of {', '.join(map(repr, self._rung_names()))}",
+            )
+
+    def rung_name(self, rung: int) -> str:
+        """The name of a rung: "replicated", "gpu", "gpu+node", and "all" for every axis."""
+        rung = self._counted(rung)
+        if rung == len(self.axes):
+            return "all"
+        return "+".join(self.axes[::-1][:rung]) or "replicated"
+
+    def _rung_names(self) -> list[str]:
+        return [self.rung_name(rung) for rung in range(len(self.axes) + 1)]
+
+    def shared_by(self, rung: RungSpec) -> int:
+        """Number of ranks that share one copy on a rung (AMSP's factor s): 1 where replicated, `world` on "all"."""
+        return prod(size for _, size in self.inner[: self.rung(rung)])
+
+    def group_size(self, axes: str | Sequence[str]) -> int:
+        """Number of ranks in a process group over one axis ("node") or several ("gpu+node"), any set of axes."""
+        names = set(_names(axes))
+        for name in names:
+            self._check_known(name)
+        return prod(size for name, size in self.inner if name in names)
+
+    def __repr__(self) -> str:
+        return f"Topology({', '.join(f'{name}={size}' for name, size in self.inner[::-1])})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As lists, not as an object by name: the order of the axes matters, and JSON objects have none."""
+        return {"axes": list(self.axes), "sizes": list(self.sizes)}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Topology:
+        """The inverse of `to_dict`. Raises `Error` for anything else."""
+        if not isinstance(saved, Mapping) or set(saved) != {"axes", "sizes"}:
+            raise Error(f"a topology is saved as {{'axes': [...], 'sizes': [...]}}, not as {saved!r}")
+        axes, sizes = saved["axes"], saved["sizes"]
+        if not isinstance(axes, list) or not isinstance(sizes, list) or len(axes) != len(sizes):
+            raise Error(f"a topology's axes and sizes are lists of one length, not {axes!r} and {sizes!r}")
+        return _topology(list(zip(axes, sizes, strict=True)))
+
+    @classmethod
+    def from_torchrun(cls, environ: Mapping[str, str] | None = None) -> Topology:
+        """Axes `node` and `gpu` as the launcher reports them: torchrun, or where it is silent plain `srun`.
+
+        Raises `Error` where neither launched this process and where nodes have unequal numbers of ranks.
+        """
+        env = os.environ if environ is None else environ
+        counts = _torchrun_counts(env) or _slurm_counts(env)
+        if not counts:
+            raise Error(
+                "neither torchrun nor srun launched this process: WORLD_SIZE with LOCAL_WORLD_SIZE is not set, "
+                "nor SLURM_NTASKS with SLURM_STEP_TASKS_PER_NODE or SLURM_NTASKS_PER_NODE",
+                fix="launch with torchrun or srun, or write Topology(node=2, gpu=8)",
+            )
+        if len(set(counts)) > 1:
+            raise Error(
+                f"nodes have unequal numbers of ranks: {', '.join(map(str, counts))}",
+                fix=f"start the same number of ranks on every node, or write Topology(rank={sum(counts)})",
+            )
+        return cls(node=len(counts), gpu=counts[0])
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> Topology:
+        """The topology of an n-D `DeviceMesh` with dim names, outermost dim first.
+
+        Raises `Error` where dims have no names, or where ranks are not 0 to W-1 in row-major order: a topology says
+        where a rank lies by its number alone.
+        """
+        if mesh.mesh_dim_names is None:
+            raise Error("the mesh has no dim names", fix="init_device_mesh(..., mesh_dim_names=('node', 'gpu'))")
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks != list(range(len(ranks))):
+            raise Error(
+                f"the mesh lists its ranks as {_short(ranks)}, not as 0 to {len(ranks) - 1} in row-major order: "
+                "a topology finds a rank's place from its number, outermost axis most significant",
+                fix="pass the whole mesh, outermost dim first, as init_device_mesh builds it",
+            )
+        return _topology(list(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True)))
+
+    def check_world(self, world_size: int, local_world_size: int | None = None) -> None:
+        """Raise `Error` where the job that runs is not this topology.
+
+        A host must hold whole inner axes, one rank (1) up to all; otherwise a fast axis would straddle hosts.
+        """
+        if world_size != self.world:
+            raise Error(
+                f"{self} has {self.world} ranks, the job has {world_size}",
+                fix=f"launch {self.world} ranks, or change the sizes of the axes",
+            )
+        whole = [1, *accumulate((size for _, size in self.inner), mul)]
+        if local_world_size is not None and local_world_size not in whole:
+            raise Error(
+                f"a host runs {local_world_size} ranks (LOCAL_WORLD_SIZE), but the inner axes of {self} hold "
+                f"{_either(sorted(set(whole)))}: an axis would straddle hosts",
+                fix=f"make the inner axes multiply to {local_world_size}",
+            )
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The one full mesh, dims listed INNER axis first, so that `Shard(0)` splits inner axes first.
+
+        Raises `Error` without a process group, and where the running job is not this topology.
+        """
+        if not torch.distributed.is_initialized():
+            raise Error(
+                "the process group is not initialised",
+                fix=f"torch.distributed.init_process_group(...) before, under torchrun with {self.world} ranks",
+            )
+        local = os.environ.get("LOCAL_WORLD_SIZE")
+        self.check_world(
+            torch.distributed.get_world_size(), None if local is None else _count("LOCAL_WORLD_SIZE", local)
+        )
+        ranks = torch.arange(self.world).view(self.sizes)
+        inner_first = ranks.permute(*reversed(range(len(self.sizes)))).contiguous()
+        return DeviceMesh(device_type, inner_first, mesh_dim_names=self.axes[::-1])
+
+
+def _topology(pairs: list[tuple[Any, Any]]) -> Topology:
+    """From (name, size) pairs, outermost first; a dict would swallow a name given twice."""
+    names = [name for name, _ in pairs]
+    if not all(isinstance(name, str) for name in names):
+        raise Error(f"the names of axes are strings, not {names!r}")
+    if len(set(names)) != len(names):
+        raise Error(f"an axis is named twice: {', '.join(names)}")
+    return Topology(**dict(pairs))
+
+
+def _check_axis(name: str, size: object) -> None:
+    if not name.isidentifier() or name in RESERVED:
+        raise Error(
+            f"{name!r} cannot name an axis",
+            fix=f"an identifier other than {', '.join(map(repr, RESERVED))}, such as 'node' or 'gpu'",
+        )
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise Error(f"axis {name!r} has size {size!r}", fix="an integer of at least 1")
+
+
+def _names(spec: object) -> list[str]:
+    """Axis names of "gpu+node" or of a sequence of names."""
+    names = spec.split("+") if isinstance(spec, str) else spec
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise Error(f"{spec!r} is not a rung", fix='"replicated", axis names such as "gpu+node", or "all"')
+    return [name.strip() for name in names]
+
+
+def _torchrun_counts(env: Mapping[str, str]) -> list[int]:
+    """Ranks on each node; empty where torchrun did not launch this process."""
+    if not {"WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= set(env):
+        return []
+    world, local = (_count(name, env[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    # A node with fewer ranks than the others can divide the world and still be wrong; the number of nodes tells.
+    nodes = _count("GROUP_WORLD_SIZE", env["GROUP_WORLD_SIZE"]) if "GROUP_WORLD_SIZE" in env else world // local
+    if world != nodes * local:
+        raise Error(
+            f"nodes have unequal numbers of ranks: WORLD_SIZE is {world}, LOCAL_WORLD_SIZE {local}",
+            fix=f"start the same number of ranks on every node, or write Topology(rank={world})",
+        )
+    return [local] * nodes
+
+
+def _slurm_counts(env: Mapping[str, str]) -> list[int]:
+    """Ranks on each node of the job step; empty where srun did not launch this process."""
+    if "SLURM_NTASKS" not in env:
+        return []
+    tasks = _count("SLURM_NTASKS", env["SLURM_NTASKS"])
+    counts = _slurm_list(env, tasks)
+    nodes = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES"))
+    if counts and (sum(counts) != tasks or nodes is not None and len(counts) != _count("the number of nodes", nodes)):
+        raise Error(
+            f"nodes have unequal numbers of ranks, or Slurm's variables disagree: {tasks} tasks, "
+            f"{_short(counts)} a node" + (f", {nodes} nodes" if nodes else ""),
+            fix="srun --ntasks-per-node=N with the same N on every node, or write Topology(node=2, gpu=8)",
+        )
+    return counts
+
+
+def _slurm_list(env: Mapping[str, str], tasks: int) -> list[int]:
+    """The step's own list first: SLURM_NTASKS_PER_NODE is what was asked for, and a step may differ from its job."""
+    if "SLURM_STEP_TASKS_PER_NODE" in env:
+        return _expand(env["SLURM_STEP_TASKS_PER_NODE"])
+    if "SLURM_NTASKS_PER_NODE" in env:
+        local = _count("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS_PER_NODE"])
+        full, rest = divmod(tasks, local)
+        return [local] * full + [rest] * (rest > 0)
+    return []
+
+
+def _expand(text: str) -> list[int]:
+    """Slurm's run lengths, "4(x2),3", as [4, 4, 3]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([1-9]\d*)(?:\(x([1-9]\d*)\))?\s*", part)
+        if not match:
+            raise Error(f"SLURM_STEP_TASKS_PER_NODE is {text!r}", fix="a list such as '4(x2)'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _count(name: str, text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise Error(f"{name} is {text!r}", fix="an integer of at least 1")
+    return int(text)
+
+
+def _short(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+
+
+def _either(numbers: list[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last

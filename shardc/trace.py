@@ -1,0 +1,89 @@
+"""Trace: a model's program for any world size, in one process, without devices and without a process group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_map
+
+from shardc import _torch
+from shardc.compile import Runner, build, own_code, paused_gc, readable_errors
+from shardc.model import hollows, named, params_of, slots
+from shardc.plan import Plan
+from shardc.program import Program
+
+
+class _Traced(BaseException):
+    """Leaves the model's call when there is a program."""
+
+
+def trace(
+    model: nn.Module,
+    plan: Plan,
+    *args: Any,
+    progress: Callable[[str], None] = lambda stage: None,
+    **kwargs: Any,
+) -> Program:
+    """The program of `model(*args, **kwargs)` under `plan`. The model (which may be on the meta device) is left as it is; arguments
+    may be on the meta device too. Graphs are kept after every stage: `program.after("insert")`."""
+    _torch.check_version()
+    parameters = named(model)
+    params = params_of(plan, parameters)
+    runner = Runner(progress, keep=True)
+    found: list[Program] = []
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        with paused_gc():
+            found.append(build(module, inputs, names, params, runner))
+        return _leave
+
+    stand_ins = hollows(plan, parameters, torch.device("cpu"))
+    buffers = {name: _on_cpu(buffer) for name, buffer in model.named_buffers()}
+    names = {id(value): name for name, value in {**stand_ins, **buffers}.items()}
+    call = torch.compile(own_code(type(model).forward), backend=backend, fullgraph=True, dynamic=False)
+    with _swapped(model, stand_ins, buffers), readable_errors(), contextlib.suppress(_Traced):
+        call(model, *tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
+    return found[0]
+
+
+def _leave(*args: Any) -> None:
+    raise _Traced
+
+
+def _on_cpu(value: Any) -> Any:
+    """A meta tensor as one of the CPU without storage; nothing is computed with it."""
+    if not isinstance(value, torch.Tensor) or not value.is_meta:
+        return value
+    new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    new.untyped_storage().resize_(0)
+    return new
+
+
+@contextmanager
+def _swapped(
+    model: nn.Module, parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]
+) -> Iterator[None]:
+    """The model with other parameters and buffers, for as long as it is traced."""
+    places: list[tuple[dict[str, Any], str, Any]] = [(d, k, parameters[n]) for d, k, n in slots(model)]
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and f"{prefix}.{key}".lstrip(".") in buffers:
+                places.append((module._buffers, key, buffers[f"{prefix}.{key}".lstrip(".")]))
+    before = [(owner, key, owner[key]) for owner, key, _ in places]
+    try:
+        for owner, key, value in places:
+            owner[key] = value
+        yield
+    finally:
+        for owner, key, value in before:
+            owner[key] = value
+
+
+def programs(model: nn.Module) -> list[Program]:
+    """The programs of a compiled model, one for each signature that it was called with."""
+    return list(model._shardc.programs)
