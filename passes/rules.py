@@ -20,6 +20,7 @@ from passes.build import outputs
 from passes.follow import (
     LINEAR,
     LOCAL,
+    TRANSPARENT,
     Gradient,
     Parts,
     Shard,
@@ -341,11 +342,19 @@ def one_sum(it: Subject) -> Iterator[Broken]:
         first = next((part for parts in terms for part in parts if part.crossed), None)
         if first is None or node.op == "output":
             continue
-        if node not in it.gradients:
+        if node not in it.gradients or not _is_linear(node):
             yield Broken(node, f"the gradient of {first.param} is used on its way", "use it after its last hop")
         elif node.target in LINEAR and any(parts != terms[0] for parts in terms):
             says = f"`{node.name}` adds to the gradient of {first.param} what has not crossed the same axes"
             yield Broken(node, says, f"add before its first hop, or what has crossed {_steps(first.crossed)} too")
+
+
+def _is_linear(node: fx.Node) -> bool:
+    """Scaled by a number, or the sum of two different values."""
+    operands = [arg for arg in node.args if isinstance(arg, fx.Node)]
+    return node.target not in LINEAR - TRANSPARENT or len(set(operands)) == len(operands) == 1 + (
+        node.target is torch.ops.aten.add.Tensor
+    )
 
 
 def reduced(it: Subject) -> Iterator[Broken]:

@@ -154,15 +154,16 @@ class _Around:
         self._taken = {name, *keyword.kwlist}
         self._symbols: set[str] = set()
 
-    def name(self, owner: torch.nn.Module | None, target: str) -> str:
-        """Name of a constant or body that a get_attr node refers to; printed when first met."""
-        thing = _attribute(owner, target)
+    def name(self, node: fx.Node) -> str:
+        """Name of the constant or body that a get_attr node refers to; printed when first met."""
+        target = str(node.target)
+        thing = _attribute(node.graph.owning_module, target)
         if thing is None:
             return _identifier(target)
         if id(thing) not in self._names:
             # A body's own bodies come first, so it is printed before it gets its place.
             self._names[id(thing)] = free = self._free(_identifier(target))
-            self._print(free, thing)
+            self._print(free, thing, node.meta.get("val", thing))
         return self._names[id(thing)]
 
     def declare(self, value: Any) -> None:
@@ -178,11 +179,12 @@ class _Around:
                 self._symbols.add(str(symbol))
                 self.lines.append(f"{symbol} = Sym({int(hints.get(symbol, _NO_HINT))})")
 
-    def _print(self, name: str, thing: Any) -> None:
+    def _print(self, name: str, thing: Any, value: Any) -> None:
         if isinstance(thing, fx.GraphModule):
             self.bodies.append(_definition(thing.graph, name, self))
         elif isinstance(thing, torch.Tensor):
-            self.lines.append(f"{name}: {_input_type(thing, self.device)} = tensor({_data(thing)})")
+            # A parsed constant stays on the cpu where its device is missing; its value says the device it is meant for.
+            self.lines.append(f"{name}: {_input_type(value, self.device)} = tensor({_data(thing)})")
 
     def _free(self, name: str) -> str:
         name = _unused(name, self._taken)
@@ -221,7 +223,7 @@ def _line(node: fx.Node, names: dict[fx.Node, str], around: _Around) -> str:
 
 def _right_side(node: fx.Node, names: dict[fx.Node, str], around: _Around) -> str:
     if node.op == "get_attr":
-        return around.name(node.graph.owning_module, str(node.target))
+        return around.name(node)
     if node.op != "call_function":
         raise Error(f"`{node.name}` is a {node.op}; the text form has ops only", fix="print a graph of ATen ops")
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and type(node.args[1]) is int:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
-from passes import ops, rules
+from passes import rules
 from passes.errors import Error
 from passes.layout import Layout
 from passes.rules import Broken, Subject
@@ -40,11 +39,6 @@ def verify(
             if broken:
                 what = f"law {rule.law}, {rule.name}: {broken.what}"
                 raise Error(what, where=graph_line(broken.node), fix=broken.fix)
-
-
-def collective_order(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    """What all ranks have to agree on: the key of each hop, in the order of their starts."""
-    return [ops.hop(start).key for start in ops.hops(graph)]
 
 
 def graph_line(node: fx.Node) -> str:
@@ -99,9 +93,7 @@ _DESCENDS = ("joint", "backward")
 RULES = (
     Rule(1, "waited once", _ALL, "Every start has one wait, and nothing else uses it.", rules.waited_once),
     Rule(1, "waits for a hop", _ALL, "Every wait waits for a start.", rules.waits_for_hop),
-    Rule(
-        5, "on the mesh", _ALL, "A hop is over one axis of the mesh or neighbouring ones, at their size.", rules.on_mesh
-    ),
+    Rule(5, "on the mesh", _ALL, "A hop is over neighbouring axes of the mesh, at their size.", rules.on_mesh),
     Rule(5, "moves", _ALL, "A graph has only the moves of its kind, each by its collective.", rules.moves_of_graph),
     Rule(4, "exchange", ("backward",), "A backward takes what its forward saves, in order.", rules.takes_saved),
     Rule(2, "at rest", _ALL, "Parameters and accumulators come in on their rungs.", rules.at_rest),
@@ -109,9 +101,7 @@ RULES = (
     Rule(2, "named", _ALL, "A hop names parameters, and a gather carries their shards.", rules.names_what_it_carries),
     Rule(2, "gathered once", _ALL, "No graph gathers a parameter over an axis twice.", rules.gathered_once),
     Rule(2, "within the move", _ALL, "A refresh ends, and a gather starts, at the params rung.", rules.within_move),
-    Rule(
-        2, "compacted", _ALL, "Padding is dropped from full values only, by the table of their layout.", rules.compacted
-    ),
+    Rule(2, "compacted", _ALL, "Padding is dropped from full values only, by their layout.", rules.compacted),
     Rule(2, "full when used", _ALL, "Compute, and the user, get parameters only when full.", rules.full_when_used),
     Rule(2, "copied", ("forward",), "A refreshed copy is the shard on the params rung.", rules.copied),
     Rule(3, "on its way", _DESCENDS, "A gradient crosses each axis once, inner axes first.", rules.on_route),
@@ -120,9 +110,7 @@ RULES = (
     Rule(3, "none lost", _DESCENDS, "Every gradient that is reduced is returned.", rules.none_lost),
     Rule(3, "reduced", _DESCENDS, "Every gradient returned has crossed all the axes of its way.", rules.reduced),
     Rule(4, "again", _ALL, "`again` marks the hops above the after_forward rung.", rules.again_above_rung),
-    Rule(
-        4, "repeats", ("backward",), "A backward gathers only above the after_forward rung.", rules.repeats_marked_hops
-    ),
+    Rule(4, "repeats", ("backward",), "A backward gathers only above after_forward.", rules.repeats_marked_hops),
     Rule(4, "saved", ("forward",), "Nothing computed from full parameters alone is saved.", rules.saves_no_full),
     Rule(6, "memory", _ALL, "The peak stays under the limit.", rules.under_limit),
 )

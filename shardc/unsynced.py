@@ -18,7 +18,7 @@ class UnsyncedGradient(torch.Tensor):
     step that silently leaves them out.
     """
 
-    name: str
+    parameter: str
     zeroed: bool
 
     @staticmethod
@@ -26,7 +26,7 @@ class UnsyncedGradient(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        self.name, self.zeroed = name, False
+        self.parameter, self.zeroed = name, False
         return self
 
     @staticmethod
@@ -35,7 +35,7 @@ class UnsyncedGradient(torch.Tensor):
         return not isinstance(grad, UnsyncedGradient) or grad.zeroed
 
     def __repr__(self, **kwargs: Any) -> str:
-        return f"UnsyncedGradient({self.name!r})"
+        return f"UnsyncedGradient({self.parameter!r})"
 
     @classmethod
     def __torch_function__(
@@ -47,7 +47,7 @@ class UnsyncedGradient(torch.Tensor):
             return super().__torch_function__(func, types, tuple(args), kwargs)
         marker = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, UnsyncedGradient))
         raise Error(
-            f"The gradient of {marker.name!r} is not synced yet: its micro-batches are accumulating on another rung.",
+            f"The gradient of {marker.parameter!r} is not synced yet: its micro-batches are accumulating on another rung.",
             where=getattr(func, "__name__", str(func)),
             fix="Run the last micro-batch's backward outside of no_sync() (set_requires_gradient_sync(True)) first.",
         )

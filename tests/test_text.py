@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-import passes.ops  # noqa: F401
+import passes.text
 from passes.errors import Error
 from passes.parse import parse
 from passes.text import same, to_text
@@ -178,6 +179,12 @@ def test_printed_text_reads_back_as_it_is(text: str) -> None:
     graph.lint()
     assert to_text(graph) == text
     assert same(graph, parse(text))
+
+
+def test_example_of_the_module_reads_back_as_it_is() -> None:
+    _, example, _ = (passes.text.__doc__ or "").replace("Before the `def`", "    device").split("    device", 2)
+    text = textwrap.dedent("    device" + example).strip() + "\n"
+    assert to_text(parse(text)) == text
 
 
 def test_flex_attention_keeps_its_bodies() -> None:

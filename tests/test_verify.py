@@ -12,7 +12,7 @@ from passes.errors import Error
 from passes.layout import Layout
 from passes.memory import living, peak_bytes
 from passes.parse import parse
-from passes.verify import RULES, collective_order, verify
+from passes.verify import RULES, verify
 
 MESH = (("gpu", 2), ("node", 2))
 W = Layout("w", (8, 4), MESH, params=2, after_forward=1, grads=1, optim=2)
@@ -436,6 +436,26 @@ law 3, one sum: the gradient of w is used on its way
   fix: use it after its last hop
 """,
     ),
+    "one sum: squared": (
+        "synced",
+        "u = add.Tensor(accumulator_w, s)",
+        "u = mul.Tensor(s, s)",
+        """\
+law 3, one sum: the gradient of w is used on its way
+  at: u: f32[4, 4] = mul.Tensor(s, s)
+  fix: use it after its last hop
+""",
+    ),
+    "one sum: counted twice": (
+        "synced",
+        "u = add.Tensor(accumulator_w, s)",
+        "u = add.Tensor(s, s)",
+        """\
+law 3, one sum: the gradient of w is used on its way
+  at: u: f32[4, 4] = add.Tensor(s, s)
+  fix: use it after its last hop
+""",
+    ),
     "one sum: mixed": (
         "synced",
         "u = add.Tensor(accumulator_w, s)",
@@ -600,14 +620,6 @@ def test_a_bucket_carries_the_shards_that_it_names() -> None:
     verify(layouts, forward=parse(BUCKET))
     with pytest.raises(Error, match="named: the gather all_gather over gpu of v, w carries w, v"):
         verify(layouts, forward=parse(BUCKET.replace("['w', 'v']", "['v', 'w']")))
-
-
-def test_order_of_collectives() -> None:
-    assert collective_order(parse(JOINT)) == [
-        ("all_gather", "node", "gather", ("w",), False),
-        ("all_gather", "gpu", "gather", ("w",), True),
-        ("reduce_scatter", "gpu", "reduce", ("w",), False),
-    ]
 
 
 def test_views_waits_and_outputs_count_once() -> None:
