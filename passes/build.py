@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
@@ -31,8 +31,7 @@ class Writer:
         values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.mode:
             node.meta["val"] = op(*values[0], **values[1])
-        if self.module:
-            node.meta["module"] = self.module
+        node.meta["module"] = self.module
         return node
 
 
@@ -48,6 +47,14 @@ def set_outputs(graph: fx.Graph, value: Any) -> None:
 
 def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
     return {n.name: n for n in graph.nodes if n.op == "placeholder"}
+
+
+def rearrange(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Brings the nodes between placeholders and output into the given order."""
+    output = graph.output_node()
+    for node in nodes:
+        if node.op not in ("placeholder", "output"):
+            output.prepend(node)
 
 
 def copy(graph: fx.Graph) -> fx.Graph:

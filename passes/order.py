@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from passes import ops
+from passes.build import rearrange
 from passes.errors import Error
 
 Key = tuple[object, ...]
@@ -63,15 +64,7 @@ def _sort(graph: fx.Graph, before: dict[fx.Node, fx.Node]) -> None:
                 heapq.heappush(ready, position[user])
     if len(done) < len(nodes):
         _raise_contradiction(next(node for node in nodes if missing[node] and ops.is_start(node)))
-    _rearrange(graph, done)
-
-
-def _rearrange(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Placeholders stay first and the output last; FX moves a node by prepending it to another."""
-    output = graph.output_node()
-    for node in nodes:
-        if node.op not in ("placeholder", "output"):
-            output.prepend(node)
+    rearrange(graph, done)
 
 
 def _raise_contradiction(node: fx.Node) -> None:

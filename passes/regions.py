@@ -91,10 +91,11 @@ def _segments(graph: fx.Graph) -> Iterator[fx.Node | list[fx.Node]]:
                 current = []
             yield node
             continue
-        if current and block_of(node.meta.get("module", "")) != block:
+        here = block_of(node.meta["module"]) if "module" in node.meta else block
+        if current and here != block:
             yield current
             current = []
-        block = block_of(node.meta.get("module", ""))
+        block = here
         for member in _with_items(node):
             taken.add(member)
             current.append(member)

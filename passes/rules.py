@@ -350,11 +350,12 @@ def one_sum(it: Subject) -> Iterator[Broken]:
 
 
 def _is_linear(node: fx.Node) -> bool:
-    """Scaled by a number, or the sum of two different values."""
+    """Of an op of two operands: scaled by a number, or the sum of two different values."""
+    if node.target not in LINEAR - TRANSPARENT:
+        return True
     operands = [arg for arg in node.args if isinstance(arg, fx.Node)]
-    return node.target not in LINEAR - TRANSPARENT or len(set(operands)) == len(operands) == 1 + (
-        node.target is torch.ops.aten.add.Tensor
-    )
+    is_sum = node.target is torch.ops.aten.add.Tensor
+    return len(operands) == len(set(operands)) == (2 if is_sum else 1)
 
 
 def reduced(it: Subject) -> Iterator[Broken]:

@@ -61,7 +61,7 @@ def capture(module: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, s
     wanted = [_input_name(node, value, names) for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)]
     for node, name in zip(nodes, wanted, strict=False):
         _rename(node, name)
-    _set_modules(graph, module)
+    _set_modules(graph)
     params = {n.name: names[id(v)] for n, v in zip(nodes, inputs, strict=False) if _is_hollow(v)}
     return _normal_form(graph, nodes[: len(inputs)], nodes[len(inputs) :], params)
 
@@ -117,12 +117,11 @@ def _rename(node: fx.Node, name: str) -> None:
     node.target = node.name
 
 
-def _set_modules(graph: fx.Graph, module: fx.GraphModule) -> None:
+def _set_modules(graph: fx.Graph) -> None:
     """The path of the module that each node was traced in, for the forward and its backward."""
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        if stack:
-            node.meta["module"] = _path(next(reversed(stack.values()))[0])
+        node.meta["module"] = _path(next(reversed(stack.values()))[0]) if stack else ""
 
 
 def _path(source: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from passes.errors import Error
 from passes.insert import Param, insert
 from passes.order import Key, align, collective_order
 from passes.partition import partition
+from passes.verify import verify
 from shardc import _torch
 from shardc.agree import agree
 from shardc.capture import Captured, capture
@@ -28,6 +28,7 @@ from shardc.lower import Lowering, check_backend
 from shardc.model import adopt, hollows, materialise, named, params_of, same_random_numbers, shard_leaf, slots
 from shardc.plan import Plan
 from shardc.program import Program
+from shardc.runner import Runner
 from shardc.step import Runtime, Sharded, Step
 
 
@@ -37,15 +38,22 @@ def build(
     """Dynamo's graph of one call -> a program. `names` tells the hollow parameters and the buffers among the inputs."""
     captured = run("capture", capture, module, inputs, names)
     own = {node: params[name] for node, name in captured.params.items()}
+    layouts = {node: param.layout for node, param in own.items()}
     joint = run("decompose", decompose, captured.graph)
     joint = run("insert", insert, joint, own)
-    forward, backward = run("partition", partition if captured.trains else forward_only, joint, captured.params)
-    return Program(captured, own, forward, backward, run.kept)
+    run("verify", verify, layouts, joint=joint)
+    halves = run("partition", partition if captured.trains else forward_only, joint, captured.params)
+    run("verify", verify, layouts, forward=halves[0], backward=halves[1])
+    return Program(captured, own, halves, run)
 
 
 def decompose(graph: fx.Graph) -> fx.Graph:
     """Inductor's joint-graph passes; they also turn random ops into seeded ones."""
-    return _torch.joint_passes(graph.owning_module).graph
+    graph = _torch.joint_passes(graph.owning_module).graph
+    for node in reversed(graph.nodes):
+        if "module" not in node.meta:
+            node.meta["module"] = next((user.meta["module"] for user in node.users if user.op != "output"), "")
+    return graph
 
 
 def forward_only(graph: fx.Graph, params: Mapping[str, str]) -> tuple[fx.Graph, None]:
@@ -53,31 +61,6 @@ def forward_only(graph: fx.Graph, params: Mapping[str, str]) -> tuple[fx.Graph, 
     results, _ = outputs(graph)
     set_outputs(graph, (results, []))
     return graph, None
-
-
-@dataclass
-class Runner:
-    """Around each stage: time, progress, and a copy of the graphs for who wants to look."""
-
-    progress: Callable[[str], None]
-    keep: bool = False
-    kept: dict[str, tuple[fx.Graph, ...]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def __call__(self, stage: str, function: Callable[..., Any], *args: Any) -> Any:
-        self.progress(stage)
-        start = time.perf_counter()
-        result = function(*args)
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
-        if self.keep:
-            self.kept[stage] = tuple(copy(graph) for graph in _graphs(result))
-        return result
-
-
-def _graphs(result: Any) -> list[fx.Graph]:
-    if isinstance(result, Captured):
-        return [result.graph]
-    return [g for g in (result if isinstance(result, tuple) else (result,)) if g is not None]
 
 
 def compile(

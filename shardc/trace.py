@@ -12,10 +12,11 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from shardc import _torch
-from shardc.compile import Runner, build, own_code, paused_gc, readable_errors
+from shardc.compile import build, own_code, paused_gc, readable_errors
 from shardc.model import hollows, named, params_of, slots
 from shardc.plan import Plan
 from shardc.program import Program
+from shardc.runner import Runner
 
 
 class _Traced(BaseException):
