@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from contextlib import nullcontext
 
 import torch
@@ -22,6 +23,7 @@ from demo import report
 from demo.reference import reference_losses
 from demo.sample import sample
 from gpt import GPT, Config
+from shardc.testing import count_bytes
 from text import batch
 
 STEPS = 150
@@ -47,20 +49,23 @@ def build_optimizer(model: GPT) -> tuple[torch.optim.Optimizer, LambdaLR]:
     return optimizer, LambdaLR(optimizer, scale)
 
 
-def train(model: GPT, device: torch.device, rows: int) -> list[float]:
-    """Loss of every step, the mean over all ranks; `rows` is the number of sequences in one micro-batch of one rank."""
+def train(model: GPT, device: torch.device, rows: int) -> tuple[list[float], dict[str, float]]:
+    """Loss of every step, the mean over all ranks, and the bytes that this rank sent over each axis in a step; `rows` is the
+    number of sequences in one micro-batch of one rank."""
     optimizer, scheduler = build_optimizer(model)
-    losses = []
+    losses, sent = [], Counter()
     for step in range(STEPS):
         report.reset_peak_memory()
         start, total = time.perf_counter(), torch.zeros((), device=device)
-        for micro in range(MICRO_BATCHES):
-            last = micro == MICRO_BATCHES - 1
-            x, y = batch(step, micro, dist.get_rank(), rows=rows, context=model.config.context)
-            with nullcontext() if last else model.no_sync():
-                loss = model(x.to(device), y.to(device)) / MICRO_BATCHES
-                loss.backward()
-            total += loss.detach()
+        with count_bytes(model) as counted:
+            for micro in range(MICRO_BATCHES):
+                last = micro == MICRO_BATCHES - 1
+                x, y = batch(step, micro, dist.get_rank(), rows=rows, context=model.config.context)
+                with nullcontext() if last else model.no_sync():
+                    loss = model(x.to(device), y.to(device)) / MICRO_BATCHES
+                    loss.backward()
+                total += loss.detach()
+        sent.update(counted)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
@@ -68,11 +73,9 @@ def train(model: GPT, device: torch.device, rows: int) -> list[float]:
 
         dist.all_reduce(total)
         losses.append(total.item() / dist.get_world_size())
-        if step == 0:
-            report.layer(model)
         tokens = dist.get_world_size() * MICRO_BATCHES * rows * model.config.context
         report.step(step, losses[-1], tokens / (time.perf_counter() - start))
-    return losses
+    return losses, {axis: total / STEPS for axis, total in sent.items()}
 
 
 def main() -> int:
@@ -86,11 +89,13 @@ def main() -> int:
 
     topology = shardc.Topology(node=2, gpu=2) if world == 4 else shardc.Topology(node=1, gpu=world)
     plan = shardc.Plan.paro(topology, "IIG")
-    model = shardc.compile(build_model(device), plan, backend="inductor")
+    model = build_model(device)
     report.plan(plan, model)
+    report.layer(plan, build_model, rows)
+    model = shardc.compile(model, plan, backend="inductor")
 
-    with report.traffic(model, plan, steps=STEPS, micro_batches=MICRO_BATCHES):
-        losses = train(model, device, rows)
+    losses, sent = train(model, device, rows)
+    report.traffic(plan, model, MICRO_BATCHES, sent)
     report.title("Sample")
     report.say(sample(model, b"def __init__(self", length=160, device=device))
 

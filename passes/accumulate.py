@@ -1,11 +1,21 @@
 """Accumulate: a backward that adds its gradients to those of earlier micro-batches.
 
-    return {'w': g}
+    def backward(x: f32[2, 8], tangents_1: f32[2, 4]):
+        ''
+        t: f32[8, 2] = permute(x, [1, 0])
+        p: f32[8, 4] = mm(t, tangents_1)
+        r: f32[4, 4] = reduce_scatter(p, 'gpu', 2, purpose='reduce', params=['w'])
+        g: f32[4, 4] = wait(r)
+        return {'w': g}
 
-becomes
+becomes, for `w` with grads on gpu and optim on gpu+node,
 
-    def backward(..., accumulator_w: f32[4, 4]):
-        ...
+    def backward(x: f32[2, 8], tangents_1: f32[2, 4], accumulator_w: f32[4, 4]):
+        ''
+        t: f32[8, 2] = permute(x, [1, 0])
+        p: f32[8, 4] = mm(t, tangents_1)
+        r: f32[4, 4] = reduce_scatter(p, 'gpu', 2, purpose='reduce', params=['w'])
+        g: f32[4, 4] = wait(r)
         add: f32[4, 4] = add.Tensor(accumulator_w, g)
         return {'w': add}
 

@@ -1,14 +1,16 @@
 """Insert: parameters arrive as shards; a gather chain before the first use, a reduce chain after each gradient.
 
     def joint(w: f32[8, 4], x: f32[2, 8], tangents_1: f32[2, 4]):
+        ''
         y: f32[2, 4] = mm(x, w)
         t: f32[8, 2] = permute(x, [1, 0])
         g: f32[8, 4] = mm(t, tangents_1)
         return ([y], {'w': g})
 
-becomes, for `w` with params, grads and optim on gpu+node of 2 x 2 and after_forward on gpu:
+becomes, for `w` with params, grads and optim on gpu+node of 2 x 2 and after_forward on gpu,
 
     def joint(w: f32[2, 4], x: f32[2, 8], tangents_1: f32[2, 4]):
+        ''
         all_gather: f32[4, 4] = all_gather(w, 'node', 2, purpose='gather', params=['w'], again=False)
         wait: f32[4, 4] = wait(all_gather)
         all_gather_1: f32[8, 4] = all_gather(wait, 'gpu', 2, purpose='gather', params=['w'], again=True)
@@ -16,9 +18,11 @@ becomes, for `w` with params, grads and optim on gpu+node of 2 x 2 and after_for
         y: f32[2, 4] = mm(x, wait_1)
         t: f32[8, 2] = permute(x, [1, 0])
         g: f32[8, 4] = mm(t, tangents_1)
-        mul_1: f32[8, 4] = mul.Tensor(g, 0.25)
-        reduce_scatter: f32[4, 4] = reduce_scatter(mul_1, 'gpu', 2, purpose='reduce', params=['w'])
-        ...
+        mul: f32[8, 4] = mul.Tensor(g, 0.25)
+        reduce_scatter: f32[4, 4] = reduce_scatter(mul, 'gpu', 2, purpose='reduce', params=['w'])
+        wait_2: f32[4, 4] = wait(reduce_scatter)
+        reduce_scatter_1: f32[2, 4] = reduce_scatter(wait_2, 'node', 2, purpose='reduce', params=['w'])
+        wait_3: f32[2, 4] = wait(reduce_scatter_1)
         return ([y], {'w': wait_3})
 
 Casts to the compute dtype go before the first hop, so that the wire carries the small dtype. Gradients are scaled before

@@ -19,8 +19,9 @@ The hops have shapes but no implementation here; `shardc.lower` turns them into 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -63,7 +64,7 @@ def _(x):
     return torch.empty_like(x)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _padded(rows: int, split: tuple[int, ...]) -> Layout:
     return Layout("", (rows,), tuple((str(i), size) for i, size in enumerate(split)), 0, 0, 0, len(split))
 
@@ -121,7 +122,7 @@ class Hop:
     again: bool
 
     @property
-    def key(self) -> tuple:
+    def key(self) -> tuple[Any, ...]:
         """What must be equal on all ranks for two starts to meet."""
         return (self.kind, self.axis, self.purpose, self.params, self.again)
 
@@ -146,20 +147,19 @@ def hop(node: fx.Node) -> Hop:
     """Read a start node (or a wait: the hop that it waits for)."""
     start = node.args[0] if is_wait(node) else node
     _, axis, size = start.args
-    kwargs = start.kwargs
-    return Hop(
-        start.target._opname,
-        axis,
-        size,
-        kwargs["purpose"],
-        tuple(kwargs["params"]),
-        bool(kwargs.get("again", False)),
-    )
+    kwargs = _defaults(start.target) | start.kwargs
+    return Hop(start.target._opname, axis, size, kwargs["purpose"], tuple(kwargs["params"]), kwargs["again"])
+
+
+@cache
+def _defaults(op: torch._ops.OpOverload) -> dict[str, Any]:
+    """What the arguments are that a start may leave out."""
+    return {"again": False} | {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
 
 
 def hops(graph: fx.Graph, purpose: str | None = None) -> list[fx.Node]:
     """Start nodes in order, of one purpose or of all."""
-    return [n for n in graph.nodes if is_start(n) and purpose in (None, n.kwargs["purpose"])]
+    return [n for n in graph.nodes if is_start(n) and purpose in (None, hop(n).purpose)]
 
 
 def moved_bytes(node: fx.Node) -> int:

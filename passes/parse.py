@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import sympy
@@ -24,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes import ops as _ops  # noqa: F401  defines the shardc namespace
 from passes.errors import Error
+from passes.regions import Region, region_of
 from passes.text import DTYPES, FUNCTIONS, NAMESPACES, WORDS, contiguous, is_aten, is_dispatched
 
 _MAX_SIZE = 2**63 - 1
@@ -56,8 +58,9 @@ def parse(text: str) -> fx.Graph:
         y: f32[4] = relu(x)
         return [y]
 
-    `meta` is `val`, recomputed. Constants and bodies of higher-order ops are attributes of
-    `graph.owning_module`, so `fx.GraphModule(graph.owning_module, graph)` runs.
+    `meta` is `val`, recomputed, and `module` where the text says it. Constants and bodies of higher-order ops are attributes of
+    `graph.owning_module`, so `fx.GraphModule(graph.owning_module, graph)` runs. Calls of regions are calls of
+    `passes.regions.Region` objects, one for each `def`.
     """
     with unset_fake_temporarily(), torch.no_grad(), _quiet():
         return _Text(textwrap.dedent(text)).read()
@@ -75,6 +78,7 @@ class _Text:
         self.constants: dict[str, tuple[torch.Tensor, Any]] = {}
         self.graphs: dict[str, fx.Graph] = {}
         self.bodies: dict[str, fx.GraphModule] = {}
+        self.regions: dict[str, Region] = {}
 
     def read(self) -> fx.Graph:
         for statement in self._syntax():
@@ -84,7 +88,7 @@ class _Text:
             raise Error("the text has no `def`", fix="a text ends with `def forward(x: f32[4]): ...`")
         *others, main = self.graphs
         for name in others:
-            if name not in self.bodies:
+            if name not in self.bodies and name not in self.regions:
                 raise Error(f"`{name}` is not used by `{main}`", fix="one text is one graph: parse them one by one")
         return self.graphs[main]
 
@@ -94,6 +98,12 @@ class _Text:
             owner: Any = self.graphs[name].owning_module
             self.bodies[name] = fx.GraphModule(owner, self.graphs[name])
         return self.bodies[name]
+
+    def region(self, name: str) -> Region:
+        """A graph that another one calls: the same one for all who do."""
+        if name not in self.regions:
+            self.regions[name] = region_of(self.graphs[name], name)
+        return self.regions[name]
 
     def where(self, node: ast.AST) -> str:
         return self.where_line(getattr(node, "lineno", 1))
@@ -253,6 +263,7 @@ class _Function:
         self.graph = fx.Graph(owning_module=self.owner)
         self.nodes: dict[str, fx.Node] = {}
         self.results: dict[fx.Node, Any] = {}
+        self.module: str | None = None
 
     def read(self, node: ast.FunctionDef) -> fx.Graph:
         self._inputs(node)
@@ -302,6 +313,8 @@ class _Function:
         match node:
             case ast.Assign([ast.Name(name)], right) | ast.AnnAssign(ast.Name(name), _, right) if right is not None:
                 self._assign(name, right)
+            case ast.Expr(ast.Constant(None | str() as module)):
+                self.module = module
             case _:
                 raise self.text.refusal(node)
 
@@ -319,6 +332,8 @@ class _Function:
 
     def _call(self, name: str, node: ast.expr, op: ast.expr, args: list[ast.expr], kwargs: list[ast.keyword]) -> None:
         target = self._op(op)
+        if isinstance(target, Region):
+            target.modules.append(self.module or "")
         arguments = tuple([self.value(arg) for arg in args])
         if any(it.arg is None for it in kwargs):
             raise self.text.refusal(node)
@@ -354,6 +369,8 @@ class _Function:
         added = self.graph.create_node(op, target, args, kwargs or {}, name=name)
         if not isinstance(value, fx.GraphModule):
             added.meta["val"] = value
+        if op == "call_function" and self.module is not None:
+            added.meta["module"] = self.module
         self.nodes[name], self.results[added] = added, value
 
     def _named(self, name: str, node: ast.expr) -> Any:
@@ -368,6 +385,8 @@ class _Function:
         if not path:
             raise self.text.refusal(node, _SPELL_OPS)
         found = _find(path)
+        if found is None and ".".join(path) in self.text.graphs:
+            return self.text.region(path[0])
         if found is None:
             raise Error(f"unknown op `{'.'.join(path)}`", where=self.text.where(node), fix=self._closest(path))
         return found
@@ -414,6 +433,9 @@ def _packet(path: tuple[str, ...]) -> tuple[OpOverloadPacket | None, tuple[str, 
 
 
 def _lookup(namespace: str, name: tuple[str, ...]) -> OpOverloadPacket | None:
+    if namespace == "prims" and name and name[0].startswith("inductor_"):
+        # They are defined on import, which takes a second that few texts need.
+        import_module("torch._inductor.inductor_prims")
     found = getattr(getattr(torch.ops, namespace), name[0], None) if name else None
     return found if isinstance(found, OpOverloadPacket) else None
 

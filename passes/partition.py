@@ -1,13 +1,38 @@
 """Partition: joint -> forward and backward, cut at the after_forward rung.
 
+    def joint(w: f32[2, 4], x: f32[2, 8], tangents_1: f32[2, 4]):
+        a: f32[4, 4] = all_gather(w, 'node', 2, purpose='gather', params=['w'])
+        b: f32[4, 4] = wait(a)
+        c: f32[8, 4] = all_gather(b, 'gpu', 2, purpose='gather', params=['w'], again=True)
+        f: f32[8, 4] = wait(c)
+        y: f32[2, 4] = mm(x, f)
+        h: f32[4, 8] = permute(f, [1, 0])
+        g: f32[2, 8] = mm(tangents_1, h)
+        return ([y], {'x': g})
+
+becomes, for `w` with params on gpu+node and after_forward on gpu,
+
+    def forward(w: f32[2, 4], x: f32[2, 8]):
+        a: f32[4, 4] = all_gather(w, 'node', 2, purpose='gather', params=['w'])
+        b: f32[4, 4] = wait(a)
+        c: f32[8, 4] = all_gather(b, 'gpu', 2, purpose='gather', params=['w'], again=True)
+        f: f32[8, 4] = wait(c)
+        y: f32[2, 4] = mm(x, f)
+        return ([y], [b])
+
+    def backward(b: f32[4, 4], tangents_1: f32[2, 4]):
+        c: f32[8, 4] = all_gather(b, 'gpu', 2, purpose='gather', params=['w'], again=True)
+        f: f32[8, 4] = wait(c)
+        h: f32[4, 8] = permute(f, [1, 0])
+        g: f32[2, 8] = mm(tangents_1, h)
+        return {'x': g}
+
 functorch's min-cut partitioner decides what to save and what to compute again; tags tell it what the plan demands:
 
 - everything computed from `again` hops and constants alone (the hop, its wait, views, casts, but also the `cat` or the product
   of two weights) must be recomputed, so that no more of a parameter than its after_forward shard lives between
   forward and backward;
 - a value gathered by any other hop must not be computed again: what lies on the after_forward rung is saved.
-
-    forward: return ([outputs], [saved])        backward(saved..., tangents...): return {name: gradient}
 """
 
 from __future__ import annotations
@@ -74,7 +99,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _is_again(node: fx.Node) -> bool:
-    return ops.is_start(node) and bool(node.kwargs.get("again"))
+    return ops.is_start(node) and ops.hop(node).again
 
 
 def _casts_before(node: fx.Node) -> Iterator[fx.Node]:

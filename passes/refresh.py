@@ -1,16 +1,23 @@
 """Refresh: a forward that makes new compute copies from the optim shards first.
 
     def forward(w: bf16[4, 4], x: bf16[2, 8]):
-        ...
+        ''
+        a: bf16[8, 4] = all_gather(w, 'gpu', 2, purpose='gather', params=['w'], again=True)
+        f: bf16[8, 4] = wait(a)
+        y: bf16[2, 4] = mm(x, f)
+        return ([y], [x, w])
 
 becomes, for `w` with params on gpu and optim on gpu+node,
 
     def forward(w: f32[2, 4], x: bf16[2, 8]):
-        convert: bf16[2, 4] = prims.convert_element_type(w, bf16)
-        all_gather: bf16[4, 4] = all_gather(convert, 'node', 2, purpose='refresh', params=['w'])
+        ''
+        convert_element_type: bf16[2, 4] = prims.convert_element_type(w, bf16)
+        all_gather: bf16[4, 4] = all_gather(convert_element_type, 'node', 2, purpose='refresh', params=['w'])
         wait: bf16[4, 4] = wait(all_gather)
-        ...
-        return ([outputs], [saved], {'w': wait})
+        a: bf16[8, 4] = all_gather(wait, 'gpu', 2, purpose='gather', params=['w'], again=True)
+        f: bf16[8, 4] = wait(a)
+        y: bf16[2, 4] = mm(x, f)
+        return ([y], [x, wait], {'w': wait})
 
 The copies are returned to be kept until the next update; what the backward gets is the same list as ever.
 """

@@ -3,21 +3,41 @@
 A region is a closed subgraph. The outer graph keeps the hops and calls the regions in order, so that nothing a compiler does
 inside a region can undo the schedule:
 
-    all_gather: f32[16, 16] = all_gather(w, 'gpu', 2, purpose='gather', params=['w'], again=True)
-    wait: f32[16, 16] = wait(all_gather)
-    t: f32[16, 16] = permute(wait, [1, 0])
-    y: f32[4, 16] = mm(x, t)
+    def forward(w: f32[8, 8], v: f32[4, 8], x: f32[4, 8]):
+        'layers.0'
+        t: f32[8, 8] = permute(w, [1, 0])
+        y: f32[4, 8] = mm(x, t)
+        'layers.1'
+        a: f32[8, 8] = all_gather(v, 'gpu', 2, purpose='gather', params=['layers.1.v'], again=True)
+        f: f32[8, 8] = wait(a)
+        u: f32[8, 8] = permute(f, [1, 0])
+        z: f32[4, 8] = mm(y, u)
+        return ([z], [])
 
 becomes
 
-    all_gather: f32[16, 16] = all_gather(w, 'gpu', 2, purpose='gather', params=['w'], again=True)
-    wait: f32[16, 16] = wait(all_gather)
-    region_0 = Region 0(wait, x)
-    y: f32[4, 16] = region_0[0]
+    def region_0(x0: f32[8, 8], x1: f32[4, 8]):
+        t: f32[8, 8] = permute(x0, [1, 0])
+        y: f32[4, 8] = mm(x1, t)
+        return (y,)
+
+    def forward(w: f32[8, 8], v: f32[4, 8], x: f32[4, 8]):
+        'layers.0'
+        region_0 = region_0(w, x)
+        y: f32[4, 8] = region_0[0]
+        'layers.1'
+        a: f32[8, 8] = all_gather(v, 'gpu', 2, purpose='gather', params=['layers.1.v'], again=True)
+        f: f32[8, 8] = wait(a)
+        region_1 = region_0(f, y)
+        z: f32[4, 8] = region_1[0]
+        return ([z], [])
 
 Two regions with the same key (ops, arguments, shapes, strides, dtypes, devices, bodies of higher-order ops) are the same
 Region object and will be compiled once: every middle layer of a transformer, forward and backward. Constants that
 differ between otherwise equal regions (which seed of a dropout) stay in the outer graph and arrive as inputs.
+
+A view is nobody's: each region that uses one makes it again from its base, which costs nothing, and only what the outer graph itself
+needs (the input of a hop, an output) is a view there. So no region hands on strides that a compiler would not keep.
 """
 
 from __future__ import annotations
@@ -29,10 +49,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from passes import ops
 
-_OUTER = (torch.ops.prims.inductor_seeds.default, torch.ops.prims.inductor_lookup_seed.default)
+_OUTER = ("prims.inductor_seeds.default", "prims.inductor_lookup_seed.default")
+_SMALL_NUMEL = 64
 
 
 @dataclass(eq=False)
@@ -60,8 +82,7 @@ def regions(graph: fx.Graph, known: dict[str, Region] | None = None) -> fx.Graph
     env: dict[fx.Node, fx.Node] = {}
     for item in _segments(graph):
         if isinstance(item, fx.Node):
-            env[item] = outer.node_copy(item, env.__getitem__)
-            env[item].name = item.name
+            _copy(outer, item, env)
         else:
             _call(outer, item, env, known)
     outer.lint()
@@ -77,16 +98,23 @@ def block_of(module: str) -> str:
     return ""
 
 
+def region_of(graph: fx.Graph, name: str) -> Region:
+    """A graph that returns a tuple, as a region."""
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    key = _key(graph.find_nodes(op="placeholder"), nodes, list(graph.output_node().args[0]))
+    return Region(name, key, fx.GraphModule(graph.owning_module or torch.nn.Module(), graph))
+
+
 def _segments(graph: fx.Graph) -> Iterator[fx.Node | list[fx.Node]]:
     """Outer nodes, and lists of nodes that form a region, in order."""
     taken: set[fx.Node] = set()
     current: list[fx.Node] = []
     block = ""
     for node in graph.nodes:
-        if node in taken or _is_body(node):
+        if node in taken or _is_body(node) or _is_view(node):
             continue
         if _stays_outside(node):
-            if current and (ops.is_hop(node) or node.op == "output" or any(n in current for n in node.all_input_nodes)):
+            if current and (ops.is_hop(node) or node.op == "output" or any(_base(n) in current for n in node.all_input_nodes)):
                 yield current
                 current = []
             yield node
@@ -102,7 +130,27 @@ def _segments(graph: fx.Graph) -> Iterator[fx.Node | list[fx.Node]]:
 
 
 def _stays_outside(node: fx.Node) -> bool:
-    return node.op != "call_function" or ops.is_hop(node) or node.target in _OUTER or _is_symbolic(node)
+    return node.op != "call_function" or ops.is_hop(node) or str(node.target) in _OUTER or _is_symbolic(node)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view and isinstance(node.meta["val"], torch.Tensor)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _copy(outer: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    """A node as it is, with the views in front of it."""
+    for value in node.all_input_nodes:
+        if value not in env and not _is_body(value):
+            _copy(outer, value, env)
+    env[node] = outer.node_copy(node, env.__getitem__)
+    env[node].name = node.name
+    return env[node]
 
 
 def _is_symbolic(node: fx.Node) -> bool:
@@ -124,24 +172,44 @@ def _with_items(node: fx.Node) -> list[fx.Node]:
 
 
 def _call(outer: fx.Graph, nodes: list[fx.Node], env: dict[fx.Node, fx.Node], known: dict[str, Region]) -> None:
-    inside = set(nodes)
-    inputs = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside and not _is_body(n)))
-    results = [n for n in nodes if not isinstance(n.meta.get("val"), (tuple, list)) and any(u not in inside for u in n.users)]
+    results = [n for n in nodes if not isinstance(n.meta.get("val"), (tuple, list)) and _is_used_outside(n, set(nodes))]
     if not results:
         return
+    nodes = _with_views(nodes)
+    inside = set(nodes)
+    inputs = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside and not _is_body(n)))
     region = _region(nodes, inputs, results, known)
     call = outer.call_function(region, tuple(env[n] for n in inputs))
     call.meta["val"] = tuple(n.meta["val"] for n in results)
-    call.meta["module"] = nodes[0].meta.get("module", "")
+    call.meta["module"] = nodes[-1].meta.get("module", "")
     region.modules.append(call.meta["module"])
     for i, node in enumerate(results):
         env[node] = outer.call_function(operator.getitem, (call, i))
-        env[node].meta.update(node.meta)
+        env[node].meta.update(node.meta, module=call.meta["module"])
         env[node].name = node.name
 
 
+def _is_used_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
+    return any(u not in inside and (not _is_view(u) or _is_used_outside(u, inside)) for u in node.users)
+
+
+def _with_views(nodes: list[fx.Node]) -> list[fx.Node]:
+    """The nodes, each behind the views that it uses."""
+    found: dict[fx.Node, None] = {}
+
+    def add(node: fx.Node) -> None:
+        for value in node.all_input_nodes:
+            if value not in found and _is_view(value):
+                add(value)
+        found[node] = None
+
+    for node in nodes:
+        add(node)
+    return list(found)
+
+
 def _region(nodes: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node], known: dict[str, Region]) -> Region:
-    key = _key(nodes, inputs, results)
+    key = _key(inputs, nodes, results)
     if key not in known:
         known[key] = Region(f"region_{len(known)}", key, _extract(nodes, inputs, results))
     return known[key]
@@ -155,12 +223,13 @@ def _extract(nodes: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]
         env[node].meta["val"] = node.meta["val"]
     for node in [*sorted(bodies), *nodes]:
         env[node] = graph.node_copy(node, env.__getitem__)
+        env[node].meta.pop("module", None)  # of the first call alone
     graph.output(tuple(env[n] for n in results))
     root = {str(n.target): _attribute(n) for n in bodies}
     return fx.GraphModule(root, graph)
 
 
-def _key(nodes: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) -> str:
+def _key(inputs: list[fx.Node], nodes: list[fx.Node], results: list[fx.Node]) -> str:
     """The structure as text: names are numbers, everything else counts."""
     number = {node: f"%{i}" for i, node in enumerate([*inputs, *nodes])}
     lines = [f"{number[n]}: {_value(n.meta.get('val'))}" for n in inputs]
@@ -177,7 +246,27 @@ class _Name(str):
 
 
 def _body_key(node: fx.Node) -> str:
-    return _attribute(node).code
+    return _module_key(_attribute(node))
+
+
+def _module_key(body: fx.GraphModule) -> str:
+    """Code of a body, and all that it closes over: the code has only the names of constants."""
+    nodes = body.graph.find_nodes(op="get_attr")
+    return "\n".join([body.code, *(f"{n.target}: {_closed_over(_attribute(n))}" for n in nodes)])
+
+
+def _closed_over(thing: Any) -> str:
+    if isinstance(thing, fx.GraphModule):
+        return _module_key(thing)
+    return f"{_value(thing)} {_contents(thing)}"
+
+
+def _contents(constant: torch.Tensor) -> Any:
+    # A large one equals only itself: a second compilation is lost where another has the same elements.
+    if isinstance(constant, FakeTensor) or constant.device.type == "meta" or constant.numel() > _SMALL_NUMEL:
+        return id(constant)
+    with unset_fake_temporarily():
+        return constant.tolist()
 
 
 def _name(target: Callable[..., Any] | str) -> str:

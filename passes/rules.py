@@ -241,9 +241,9 @@ def within_move(it: Subject) -> Iterator[Broken]:
     for start, layout, shard in it.gathers():
         on_params = len(axes_of(layout, 0, layout.params))
         after = len(shard.axes) - len(hop_axes(start))
-        if start.kwargs["purpose"] == "refresh" and after < on_params:
+        if ops.hop(start).purpose == "refresh" and after < on_params:
             yield Broken(start, f"the refresh of {shard.param} goes on above its params rung", "end it there")
-        if start.kwargs["purpose"] == "gather" and len(shard.axes) > on_params:
+        if ops.hop(start).purpose == "gather" and len(shard.axes) > on_params:
             yield Broken(start, f"the gather of {shard.param} starts below its params rung", "refresh it up to there")
 
 
@@ -383,7 +383,7 @@ def again_above_rung(it: Subject) -> Iterator[Broken]:
     for start, layout, shard in it.gathers():
         kept, again = len(axes_of(layout, 0, layout.after_forward)), ops.hop(start).again
         after = len(shard.axes) - len(hop_axes(start))
-        if start.kwargs["purpose"] != "gather":
+        if ops.hop(start).purpose != "gather":
             continue
         if again != (after < kept):
             says = f"the gather of {shard.param} over {start.args[1]} {'is' if again else 'is not'} marked `again`"

@@ -3,21 +3,27 @@
 Within each stretch of compute of one repeated block (or outside of any), the gathers and refreshes that it needs go before it, all
 starts first and then the waits, and the reduces and syncs of its gradients go behind it:
 
-    a: f32[8, 8] = all_gather(w, 'gpu', 2, purpose='gather', params=['layers.0.w'], again=True)
-    f: f32[8, 8] = wait(a)
-    y: f32[4, 8] = mm(x, f)
-    b: f32[8, 8] = all_gather(v, 'gpu', 2, purpose='gather', params=['layers.0.v'], again=True)
-    g: f32[8, 8] = wait(b)
-    z: f32[4, 8] = mm(y, g)
+    def forward(w: f32[4, 8], v: f32[4, 8], x: f32[4, 8]):
+        'layers.0'
+        a: f32[8, 8] = all_gather(w, 'gpu', 2, purpose='gather', params=['layers.0.w'], again=True)
+        f: f32[8, 8] = wait(a)
+        y: f32[4, 8] = mm(x, f)
+        b: f32[8, 8] = all_gather(v, 'gpu', 2, purpose='gather', params=['layers.0.v'], again=True)
+        g: f32[8, 8] = wait(b)
+        z: f32[4, 8] = mm(y, g)
+        return ([z], [])
 
 becomes
 
-    a: f32[8, 8] = all_gather(w, 'gpu', 2, purpose='gather', params=['layers.0.w'], again=True)
-    b: f32[8, 8] = all_gather(v, 'gpu', 2, purpose='gather', params=['layers.0.v'], again=True)
-    f: f32[8, 8] = wait(a)
-    g: f32[8, 8] = wait(b)
-    y: f32[4, 8] = mm(x, f)
-    z: f32[4, 8] = mm(y, g)
+    def forward(w: f32[4, 8], v: f32[4, 8], x: f32[4, 8]):
+        'layers.0'
+        a: f32[8, 8] = all_gather(w, 'gpu', 2, purpose='gather', params=['layers.0.w'], again=True)
+        b: f32[8, 8] = all_gather(v, 'gpu', 2, purpose='gather', params=['layers.0.v'], again=True)
+        f: f32[8, 8] = wait(a)
+        g: f32[8, 8] = wait(b)
+        y: f32[4, 8] = mm(x, f)
+        z: f32[4, 8] = mm(y, g)
+        return ([z], [])
 
 so that a block is one piece of compute. A block's parameters are full together, as long as the block runs.
 """

@@ -1,9 +1,21 @@
 """Sync: once per update, gradients go from the grads rung to the optim rung and are made whole.
 
-    return {'w': g}
+    def backward(x: f32[2, 8], tangents_1: f32[2, 4]):
+        ''
+        t: f32[8, 2] = permute(x, [1, 0])
+        p: f32[8, 4] = mm(t, tangents_1)
+        r: f32[4, 4] = reduce_scatter(p, 'gpu', 2, purpose='reduce', params=['w'])
+        g: f32[4, 4] = wait(r)
+        return {'w': g}
 
-becomes, for grads on gpu and optim on gpu (HSDP, MiCS)
+becomes, for `w` with grads and optim on gpu (HSDP, MiCS),
 
+    def backward(x: f32[2, 8], tangents_1: f32[2, 4]):
+        ''
+        t: f32[8, 2] = permute(x, [1, 0])
+        p: f32[8, 4] = mm(t, tangents_1)
+        r: f32[4, 4] = reduce_scatter(p, 'gpu', 2, purpose='reduce', params=['w'])
+        g: f32[4, 4] = wait(r)
         all_reduce: f32[4, 4] = all_reduce(g, 'node', 2, purpose='sync', params=['w'])
         wait: f32[4, 4] = wait(all_reduce)
         return {'w': wait}

@@ -5,9 +5,11 @@
     _tensor_constant0: i64[2] = tensor([3, 5])
 
     def forward(w: bf16[64, 512], v: bf16[512, 8] @ [1, 512], x: bf16[s0, 512], n: Sym(s0), p: f32 @ 'cpu'):
+        'blocks.0.mlp'
         a: bf16[512, 512] = all_gather(w, 'node', 8, purpose='gather', params=['blocks.0.w1'], again=True)
         f: bf16[512, 512] = wait(a)
         y: bf16[s0, 512] = mm(x, f)
+        ''
         z: f32[s0, 512] = prims.convert_element_type(y, f32)
         t = topk(z, 2)
         u: f32[s0, 2] = t[0]
@@ -17,12 +19,14 @@
         return [q, None, [m]]
 
 Before the `def` stands what the graph closes over: the device of its inputs where that is not cpu, symbols with
-their hints, constants, and the bodies of higher-order ops as `def`s of their own.
+their hints, constants, and as `def`s of their own the bodies of higher-order ops and the regions (`passes.regions`) that it calls.
 Ops: `mm` is aten.mm.default and `add.Tensor` is aten.add.Tensor; shardc's own ops are bare too, but where aten
 has the name (`shardc.expand`); all others carry their namespace. A Python keyword gets an underscore (`random.from_`).
+A bare string says the module that the calls below it belong to ('' is the root, None says that they have none); a
+graph without modules has no such lines.
 Types: dtype, dims; then, of inputs and constants only, `@ [strides]` where not contiguous and `@ 'device'` where it
 is not the graph's. A value that is no tensor is `Sym(expression)`; several values at once have no type.
-Not in the text: storage offsets and aliasing of inputs, `meta` but for `val`, and large constants (`tensor(...)`).
+Not in the text: storage offsets and aliasing of inputs, `meta` but for `val` and `module`, and large constants (`tensor(...)`).
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from passes.errors import Error
+from passes.regions import Region
 
 _DTYPES = (
     "f64=float64 f32=float32 f16=float16 bf16=bfloat16 f8e4m3=float8_e4m3fn f8e5m2=float8_e5m2 "
@@ -105,6 +110,16 @@ def same(a: fx.Graph, b: fx.Graph) -> bool:
     return to_text(a) == to_text(b) and _strides(a) == _strides(b)
 
 
+def line_of(node: fx.Node) -> str:
+    """A node as it prints in its graph; of a placeholder, its name and type."""
+    around, names = _Around(node.graph, "forward"), _names(node.graph)
+    if node.op == "placeholder":
+        return _input(node, names, around)
+    # Constants and bodies get their names in the order in which they are printed.
+    _definition(node.graph, "forward", around)
+    return _line(node, names, around)
+
+
 def value_of(node: fx.Node) -> Any:
     """`meta["val"]`; tracing leaves it out of some getitem nodes, whose value is a part of their argument's."""
     if "val" in node.meta or node.target is not operator.getitem:
@@ -166,6 +181,13 @@ class _Around:
             self._print(free, thing, node.meta.get("val", thing))
         return self._names[id(thing)]
 
+    def region(self, region: Region) -> str:
+        """Name of a region; printed when first called."""
+        if id(region) not in self._names:
+            self._names[id(region)] = name = self._free(region.name)
+            self.bodies.append(_definition(region.graph.graph, name, self))
+        return self._names[id(region)]
+
     def declare(self, value: Any) -> None:
         """Print the symbols of an input that are not yet printed."""
         for part in _sizes(value):
@@ -195,8 +217,25 @@ class _Around:
 def _definition(graph: fx.Graph, name: str, around: _Around) -> str:
     names = _names(graph)
     lines = [_header(graph, name, names, around)]
-    lines += [f"    {_line(node, names, around)}" for node in graph.nodes if node.op != "placeholder"]
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            lines += [f"    {line}" for line in (*_marker(node), _line(node, names, around))]
     return "\n".join(lines)
+
+
+def _marker(node: fx.Node) -> list[str]:
+    """The module of a call, where it is another one than that of the call before."""
+    if node.op != "call_function":
+        return []
+    module, before = node.meta.get("module"), _call_before(node)
+    return [repr(module)] if module != (before and before.meta.get("module")) else []
+
+
+def _call_before(node: fx.Node) -> fx.Node | None:
+    node = node.prev
+    while node.op not in ("call_function", "root"):
+        node = node.prev
+    return node if node.op == "call_function" else None
 
 
 def _header(graph: fx.Graph, name: str, names: dict[fx.Node, str], around: _Around) -> str:
@@ -230,7 +269,8 @@ def _right_side(node: fx.Node, names: dict[fx.Node, str], around: _Around) -> st
         return f"{names[node.args[0]]}[{node.args[1]}]"
     args = [_value(arg, names) for arg in node.args]
     args += [f"{escape(key)}={_value(arg, names)}" for key, arg in node.kwargs.items()]
-    return f"{_op(node.target)}({', '.join(args)})"
+    name = around.region(node.target) if isinstance(node.target, Region) else _op(node.target)
+    return f"{name}({', '.join(args)})"
 
 
 @cache

@@ -15,7 +15,7 @@ from passes import rules
 from passes.errors import Error
 from passes.layout import Layout
 from passes.rules import Broken, Subject
-from passes.text import to_text
+from passes.text import line_of
 
 
 def verify(
@@ -43,17 +43,7 @@ def verify(
 
 def graph_line(node: fx.Node) -> str:
     """A node as it prints in its graph; of a placeholder, its name and type."""
-    if node.op == "placeholder":
-        alone = fx.Graph()
-        alone.node_copy(node)
-        return _shortened(to_text(alone).splitlines()[-1].removeprefix("def forward(").removesuffix("):"))
-    # Behind the header every node has one line, in order.
-    nodes = [n for n in node.graph.nodes if n.op != "placeholder"]
-    lines = to_text(node.graph).splitlines()[-len(nodes) :]
-    return _shortened(lines[nodes.index(node)].strip())
-
-
-def _shortened(line: str) -> str:
+    line = line_of(node)
     return line if len(line) <= 240 else line[:240] + " ..."
 
 

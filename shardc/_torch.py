@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -128,3 +129,67 @@ def is_fake(value: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(value, FakeTensor)
+
+
+# A process group's methods by what they do, under the names of all versions, with the argument that holds the full payload.
+_METHODS = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), ("all_reduce", 0)),
+    **dict.fromkeys(("_allgather_base", "allgather_into_tensor_coalesced"), ("all_gather", 0)),
+    **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), ("all_gather", 0)),
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_tensor_coalesced"), ("reduce_scatter", 1)),
+    **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_single_coalesced"), ("reduce_scatter", 1)),
+    **dict.fromkeys(("alltoall_base", "all_to_all_single"), ("all_to_all", 1)),
+}
+
+
+@contextlib.contextmanager
+def watched(name: str, watch: Callable[[str, int, int], None]) -> Iterator[None]:
+    """While open, `watch(kind, bytes of the full payload, ranks)` sees every collective that a graph issues on the process group
+    called `name`: all_gather, reduce_scatter, all_reduce or all_to_all.
+
+    Functional collectives look their group up by name. For as long as this is open they find a group in Python that calls the real
+    one; C++ calls a Python subclass's methods.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    real = c10d._resolve_process_group(name)
+    door = _door()(real, watch)
+    c10d._unregister_process_group(name)
+    c10d._register_process_group(name, door)
+    try:
+        yield
+    finally:
+        c10d._unregister_process_group(name)
+        c10d._register_process_group(name, real)
+
+
+@functools.cache
+def _door() -> Any:
+    import torch.distributed as dist
+
+    class Door(dist.ProcessGroup):
+        """Forwards to the real group and says what passes."""
+
+        def __init__(self, real: Any, watch: Callable[[str, int, int], None]):
+            super().__init__(real.rank(), real.size())
+            self.real, self.watch = real, watch
+
+        @property
+        def group_name(self) -> str:
+            return self.real.group_name
+
+    for method in _METHODS:
+        if hasattr(dist.ProcessGroup, method):
+            setattr(Door, method, _forward(method))
+    return Door
+
+
+def _forward(method: str) -> Callable[..., Any]:
+    kind, position = _METHODS[method]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [args[position]] if isinstance(args[position], torch.Tensor) else args[position]
+        self.watch(kind, sum(t.nbytes for t in tensors), self.real.size())
+        return getattr(self.real, method)(*args, **kwargs)
+
+    return forward

@@ -18,27 +18,28 @@ from passes.errors import Error
 _rounds = 0
 
 
-def agree(what: str, lines: Sequence[str], timeout_s: float = 300.0) -> list[str]:
-    """Compares `lines` with rank 0's; returns rank 0's. `what` names the thing that is compared."""
+def agree(what: str, lines: Sequence[str], timeout_s: float, *, ordered: bool = True) -> list[str]:
+    """Compares `lines` with rank 0's (their order too, if `ordered`); returns rank 0's. `what` names what is compared."""
     global _rounds
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(lines)
     _rounds += 1
-    return _compare(dist.PrefixStore(f"shardc/{_rounds}", _store()), what, list(lines), timedelta(seconds=timeout_s))
+    return _compare(dist.PrefixStore(f"shardc/{_rounds}", _store()), what, list(lines), timedelta(seconds=timeout_s), ordered)
 
 
 def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _compare(store: dist.Store, what: str, lines: list[str], timeout: timedelta) -> list[str]:
+def _compare(store: dist.Store, what: str, lines: list[str], timeout: timedelta, ordered: bool) -> list[str]:
     rank, world = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         store.set("rank0", json.dumps(lines))
     _wait(store, "rank0", what, timeout)
     theirs = json.loads(store.get("rank0"))
-    if theirs != lines:
-        store.set("difference", _difference(rank, what, lines, theirs))
+    mine, wanted = (lines, theirs) if ordered else (sorted(lines), sorted(theirs))
+    if mine != wanted:
+        store.set("difference", _difference(rank, what, mine, wanted))
         store.add("differences", 1)
     if store.add("reports", 1) == world:
         store.set("all", "here")

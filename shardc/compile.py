@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from passes.build import copy, outputs, set_outputs
 from passes.errors import Error
 from passes.insert import Param, insert
-from passes.order import Key, align, collective_order
+from passes.order import Orders
 from passes.partition import partition
 from passes.verify import verify
 from shardc import _torch
@@ -33,9 +33,15 @@ from shardc.step import Runtime, Sharded, Step
 
 
 def build(
-    module: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str], params: Mapping[str, Param], run: Runner
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    names: Mapping[int, str],
+    params: Mapping[str, Param],
+    run: Runner,
+    orders: Orders,
 ) -> Program:
-    """Dynamo's graph of one call -> a program. `names` tells the hollow parameters and the buffers among the inputs."""
+    """Dynamo's graph of one call -> a program. `names` tells the hollow parameters and the buffers among the inputs; `orders` are
+    those that collectives have had before."""
     captured = run("capture", capture, module, inputs, names)
     own = {node: params[name] for node, name in captured.params.items()}
     layouts = {node: param.layout for node, param in own.items()}
@@ -44,7 +50,7 @@ def build(
     run("verify", verify, layouts, joint=joint)
     halves = run("partition", partition if captured.trains else forward_only, joint, captured.params)
     run("verify", verify, layouts, forward=halves[0], backward=halves[1])
-    return Program(captured, own, halves, run)
+    return Program(captured, own, halves, run, orders)
 
 
 def decompose(graph: fx.Graph) -> fx.Graph:
@@ -105,7 +111,7 @@ class Compiler:
     runtime: Runtime
     timeout_s: float
     progress: Callable[[str], None]
-    orders: dict[frozenset[tuple[Key, int]], list[Key]] = field(default_factory=dict)
+    orders: Orders = field(default_factory=Orders)
 
     def call(self, dynamic: bool) -> Callable[..., Any]:
         """The model's forward on hollow parameters, compiled."""
@@ -124,7 +130,9 @@ class Compiler:
         names = {id(p.hollow): name for name, p in self.runtime.params.items()}
         names |= {id(b): name for name, b in self.model.named_buffers()}
         with paused_gc():
-            program = build(module, inputs, names, self.params, Runner(self.progress))
+            program = build(module, inputs, names, self.params, Runner(self.progress), self.orders)
+            if not self.runtime.programs:
+                program.agree(lambda lines: agree("collectives", lines, self.timeout_s, ordered=False))
         self.runtime.programs.append(program)
         return Step(self.runtime, program)
 

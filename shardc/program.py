@@ -7,17 +7,19 @@ list of saved values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
 
 from passes.accumulate import accumulate
-from passes.build import copy
+from passes.build import copy, outputs
 from passes.errors import Error
+from passes.excerpt import excerpt, needed
 from passes.insert import Param
 from passes.layout import Layout
+from passes.order import Orders
 from passes.refresh import refresh
 from passes.schedule import schedule
 from passes.sync import sync
@@ -38,23 +40,30 @@ class Program:
     halves: tuple[fx.Graph, fx.Graph | None]
     """forward and backward as they were partitioned; every variation starts from a copy of one"""
     run: Runner
+    orders: Orders = field(default_factory=Orders)
+    """what the ranks agreed on"""
+    made: dict[tuple[object, ...], fx.Graph] = field(default_factory=dict)
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
         """By placeholder name."""
         return {name: param.layout for name, param in self.params.items()}
 
-    @cached_property
+    @property
     def forward(self) -> fx.Graph:
-        return self._finish(copy(self.halves[0]))
+        return self._once(("forward",), lambda: self._finish(copy(self.halves[0])))
 
-    @cached_property
+    @property
     def backward(self) -> fx.Graph | None:
-        return None if self.halves[1] is None else self._finish(copy(self.halves[1]))
+        half = self.halves[1]
+        return None if half is None else self._once(("backward",), lambda: self._finish(copy(half)))
 
     def refreshed(self, stale: Collection[str] | None = None) -> fx.Graph:
         """The forward that first makes new compute copies of the parameters `stale` (all by default)."""
         names = {n for n, p in self.params.items() if p.has_copy and (stale is None or p.layout.name in stale)}
+        return self._once(("refreshed", *sorted(names)), lambda: self._refreshed(names)) if names else self.forward
+
+    def _refreshed(self, names: set[str]) -> fx.Graph:
         graph = self._finish(self.run("refresh", refresh, copy(self.halves[0]), self.params, names))
         self.run("verify", verify, self.layouts, forward=graph)
         return graph
@@ -62,11 +71,14 @@ class Program:
     def variation(self, *, synced: bool, accumulated: Mapping[str, Param] | None = None) -> fx.Graph:
         """The backward that adds to the accumulators `accumulated` (by placeholder name; by default to those of all parameters that
         it has gradients for) and, if `synced`, brings the sums to the optim rung."""
-        half = self.halves[1]
-        if half is None:
+        if self.halves[1] is None:
             raise Error("This program has no backward: nothing in it is trained.")
         if accumulated is None:
             accumulated = {n: p for n, p in self.params.items() if p.needs_sync and p.layout.trainable}
+        half = self.halves[1]
+        return self._once((synced, *accumulated), lambda: self._variation(half, synced, accumulated))
+
+    def _variation(self, half: fx.Graph, synced: bool, accumulated: Mapping[str, Param]) -> fx.Graph:
         graph = self.run("accumulate", accumulate, copy(half), accumulated) if accumulated else copy(half)
         everyone = {p.layout.name: p for p in (*self.params.values(), *accumulated.values())}
         graph = self._finish(self.run("sync", sync, graph, everyone) if synced else graph)
@@ -75,7 +87,22 @@ class Program:
         return graph
 
     def _finish(self, graph: fx.Graph) -> fx.Graph:
-        return self.run("schedule", schedule, graph)
+        return self.orders(self.run("schedule", schedule, graph))
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], fx.Graph]) -> fx.Graph:
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+    def agree(self, compare: Callable[[list[str]], list[str]]) -> None:
+        """Decides the order of collectives with all ranks: `compare` takes this rank's and returns rank 0's."""
+        self.refreshed()
+        if self.halves[1] is not None:
+            self.variation(synced=True, accumulated={})
+        theirs = compare(self.orders.lines())
+        if theirs != self.orders.lines():
+            self.orders.adopt(theirs)
+            self.made.clear()
 
     def after(self, stage: str) -> tuple[fx.Graph, ...]:
         """The graphs as they stood after a stage: one joint graph up to `insert`, then forward and backward."""
@@ -90,3 +117,14 @@ class Program:
         """Forward and backward as text."""
         texts = [to_text(self.forward, "forward")]
         return "\n".join(texts if self.backward is None else [*texts, to_text(self.backward, "backward")])
+
+    def layer_text(self, module: str, after: str | None = None) -> str:
+        """The forward of one module ("blocks.1") as text: what it takes from outside, the hops of its parameters, its compute, and
+        what goes outside. `after` a stage ("capture", "insert", ...) as it stood then, else as it is in the end. Raises
+        `Error` for a stage that was not kept and for a module that the graph does not name."""
+        graph = self.after(after)[0] if after else self.forward
+        part = excerpt(graph, module, needed(outputs(graph)[0]) if after else None)
+        if not part.find_nodes(op="output")[0].args[0]:
+            known = sorted({str(n.meta["module"]) for n in graph.nodes if n.meta.get("module")})
+            raise Error(f"The graph has no compute of module {module!r}.", fix=f"One of {', '.join(known)}.")
+        return to_text(part, module.replace(".", "_"))

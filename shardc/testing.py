@@ -1,26 +1,36 @@
-"""Testing: say what the collectives of a graph must be, and run one graph for all ranks in one process.
+"""Testing: say what the collectives of a graph must be, and run one graph for all ranks in one process; count what
+passes through the process groups.
 
 assert_collectives(program.backward).none("all_gather", axis="node")
 assert_collectives(program.backward).count(1, "reduce", axis="gpu", per="blocks.*")
 assert_collectives(program.forward).starts_before("gather", "blocks.1.*", end_of="blocks.0")
 
 per_rank = run_ranks(graph, inputs, node=2, gpu=2)
+
+with count_bytes(model) as sent:
+    model(x).backward()
+assert sent["node"] == 0
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from passes import ops
+from passes.errors import Error
 from passes.follow import TRANSPARENT
+from shardc import _torch
+from shardc.model import Compiled
 
 
 def assert_collectives(graph: fx.Graph | fx.GraphModule) -> Collectives:
@@ -278,3 +288,53 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         found[node] = [used for used in node.all_input_nodes if used not in seen]
         seen.update(node.all_input_nodes)
     return found
+
+
+@contextmanager
+def count_bytes(model: nn.Module) -> Iterator[Sent]:
+    """Count the bytes that this rank sends over each axis of a compiled model, at the process groups.
+
+    with count_bytes(model) as sent:
+        for x, y in micro_batches:
+            model(x, y).backward()
+            print(sent.taken())
+
+    By the convention of `passes.ops.moved_bytes`: (n-1)/n of the full payload, twice that for an all-reduce, rounded down. What
+    DTensors send inside the block (`clip_grad_norm_`, `full_tensor`) counts too. Raises `shardc.Error` for a model
+    that is not compiled.
+    """
+    groups = groups_of(model)
+    sent = Sent(dict.fromkeys(groups, 0))
+    with ExitStack() as stack:
+        for axis, name in groups.items():
+            stack.enter_context(_torch.watched(name, partial(sent.add, axis)))
+        yield sent
+
+
+def groups_of(model: nn.Module) -> Mapping[str, str]:
+    """axis -> name of its process group, of a compiled model."""
+    if not isinstance(model, Compiled):
+        raise Error(f"{type(model).__name__} is not a compiled model.", fix="Pass what shardc.compile returned.")
+    return model._shardc.lowering.groups
+
+
+class Sent(dict[str, int]):
+    """Bytes that this rank sent: axis -> bytes; `by_kind` has them by (axis, kind of the collective)."""
+
+    def __init__(self, by_axis: Mapping[str, int], by_kind: Mapping[tuple[str, str], int] | None = None):
+        super().__init__(by_axis)
+        self.by_kind = Counter(by_kind or {})
+        self._before: Sent | None = None
+
+    def add(self, axis: str, kind: str, payload_bytes: int, size: int) -> None:
+        """A collective over an axis of `size` ranks, by its full payload."""
+        own = payload_bytes * (size - 1) * (2 if kind == "all_reduce" else 1) // size
+        self[axis] += own
+        self.by_kind[axis, kind] += own
+
+    def taken(self) -> Sent:
+        """What was counted since the last call; all of it the first time."""
+        before, self._before = self._before, Sent(self, self.by_kind)
+        if before is None:
+            return Sent(self, self.by_kind)
+        return Sent({axis: sent - before[axis] for axis, sent in self.items()}, self.by_kind - before.by_kind)

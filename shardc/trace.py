@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map
 
+from passes.order import Orders
 from shardc import _torch
 from shardc.compile import build, own_code, paused_gc, readable_errors
 from shardc.model import hollows, named, params_of, slots
@@ -27,20 +28,21 @@ def trace(
     model: nn.Module,
     plan: Plan,
     *args: Any,
+    keep: bool = True,
     progress: Callable[[str], None] = lambda stage: None,
     **kwargs: Any,
 ) -> Program:
     """The program of `model(*args, **kwargs)` under `plan`. The model (which may be on the meta device) is left as it is; arguments
-    may be on the meta device too. Graphs are kept after every stage: `program.after("insert")`."""
+    may be on the meta device too. Graphs are kept after every stage (`program.after("insert")`) unless `keep` is False."""
     _torch.check_version()
     parameters = named(model)
     params = params_of(plan, parameters)
-    runner = Runner(progress, keep=True)
+    runner = Runner(progress, keep)
     found: list[Program] = []
 
     def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         with paused_gc():
-            found.append(build(module, inputs, names, params, runner))
+            found.append(build(module, inputs, names, params, runner, Orders()))
         return _leave
 
     stand_ins = hollows(plan, parameters, torch.device("cpu"))

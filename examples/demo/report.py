@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +11,8 @@ import torch.distributed as dist
 
 import shardc
 from gpt import GPT
+from shardc.cost import MOVES, by_axis, step_bytes
+from shardc.plan import Parameter
 
 LAYER = "blocks.1"
 """The layer whose graph is shown: a middle one, for the first and the last have neighbours of another kind."""
@@ -27,19 +28,22 @@ def title(text: str) -> None:
 
 
 def plan(plan: shardc.Plan, model: GPT) -> None:
-    """Where each state rests and what each move costs."""
+    """Where each state rests."""
     title("Plan")
-    named = {name: (tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()}
-    say(plan.table(named))
+    say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters; {plan.table(described(model))}")
 
 
-def layer(model: GPT) -> None:
-    """The forward of one layer as it was captured, and with its hops inserted."""
-    program = shardc.programs(model)[0]  # CONNECT: programs() -> list[Program]
-    title(f"{LAYER}, as written")
-    say(program.layer_text(LAYER, after="capture"))  # CONNECT: Program.layer_text(layer, after=stage)
-    title(f"{LAYER}, with its hops")
-    say(program.layer_text(LAYER, after="insert"))
+def layer(plan: shardc.Plan, build_model: Callable[[torch.device], GPT], rows: int) -> None:
+    """The forward of one layer as it was captured, and with its hops inserted. Traced on rank 0, without storage."""
+    if dist.get_rank() == 0:
+        meta = torch.device("meta")
+        model = build_model(meta)
+        ids = torch.empty(rows, model.config.context, dtype=torch.long, device=meta)
+        program = shardc.trace(model, plan, ids, ids)
+        title(f"{LAYER}, as written")
+        say(program.layer_text(LAYER, after="capture"))
+        title(f"{LAYER}, with its hops")
+        say(program.layer_text(LAYER, after="insert"))
     title("Training")
 
 
@@ -47,16 +51,24 @@ def step(step: int, loss: float, tokens_per_second: float) -> None:
     say(f"step {step + 1:4}   loss {loss:.4f}   {tokens_per_second:8,.0f} tokens/s   peak {peak_memory_mb():6,.0f} MB")
 
 
-@contextmanager
-def traffic(model: GPT, plan: shardc.Plan, *, steps: int, micro_batches: int) -> Iterator[None]:
-    """Count what passes through the process groups in the block; print it a step, beside the plan's closed form."""
-    with shardc.testing.count_bytes(model) as counted:  # CONNECT: count_bytes(model) -> {axis: bytes sent by this rank}
-        yield
-    expected = plan.step_bytes(model, micro_batches=micro_batches)  # CONNECT: closed form -> {axis: bytes}
+def traffic(plan: shardc.Plan, model: GPT, micro_batches: int, counted: Mapping[str, float]) -> None:
+    """`counted` is what one rank sent in a step, bytes by axis; beside it the plan's closed form, by move."""
+    # The gradient of a table is a sum of rows: the backward does not look at the table itself.
+    regathered = [name for name, _ in model.named_parameters() if name != "embed.weight"]
+    expected = step_bytes(plan, described(model), micro_batches, regathered=regathered)
     title("Traffic: MB that one rank sends in a step")
-    say(f"{'axis':<12}{'counted':>12}{'closed form':>14}")
-    for axis in expected:
-        say(f"{axis:<12}{counted[axis] / steps / 1e6:12.3f}{expected[axis] / 1e6:14.3f}")
+    say(_row("axis", *MOVES, "closed form", "counted"))
+    for axis, total in by_axis(expected).items():
+        moves = (expected[move, axis] for move in MOVES)
+        say(_row(axis, *(f"{sent / 1e6:.3f}" for sent in (*moves, total, counted[axis]))))
+
+
+def _row(axis: str, *cells: str) -> str:
+    return f"{axis:<6}" + "".join(f"{cell:>17}" for cell in cells)
+
+
+def described(model: GPT) -> dict[str, Parameter]:
+    return {name: (tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()}
 
 
 def verdict(losses: list[float], expected: list[float], max_difference: float, max_last: float) -> list[str]:

@@ -1,0 +1,110 @@
+"""Compile time by stage, for models of 8 to 80 layers.
+
+    python examples/bench/compile_time.py --layers 8 32 80 --world 1024
+
+Everything but Inductor runs on a model of Llama-70B's widths on the meta device, for a mesh of any size, in one process. Inductor
+compiles the distinct regions of a narrow model of the same depth; beside it, in the same run, Inductor on whole graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import shardc
+from llama import Config, Llama
+from passes.regions import Region, regions
+from shardc.lower import Lowering
+
+STAGES = ("dynamo", "capture", "decompose", "insert", "partition", "schedule", "variations", "verify", "regions")
+NARROW = {"dim": 64, "heads": 4, "kv_heads": 4, "hidden": 128, "vocab": 256, "context": 64}
+
+
+def main() -> None:
+    args = arguments()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, world {args.world}\n")
+    print("Everything but Inductor, Llama-70B widths, seconds")
+    print(f"{'plan':<8}{'layers':>7}" + "".join(f"{s:>11}" for s in STAGES) + f"{'total':>9}{'distinct regions':>18}")
+    for plan in ("zero3", "ddp"):
+        for layers in args.layers:
+            stages(plan, layers, args.world)
+    print("\nInductor, narrow widths, zero3, seconds")
+    print(f"{'layers':>7}{'distinct regions':>18}{'by region':>11}{'whole graph':>13}")
+    for layers in args.layers:
+        inductor(layers, args.world, whole=layers <= args.whole_up_to)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 80])
+    parser.add_argument("--world", type=int, default=1024)
+    parser.add_argument("--whole-up-to", type=int, default=32, help="layers up to which whole graphs are compiled too")
+    return parser.parse_args()
+
+
+def program_of(config: Config, plan: str, world: int, dtype: torch.dtype = torch.bfloat16) -> shardc.Program:
+    topology = shardc.Topology(node=world // 8, gpu=8)
+    with torch.device("meta"):
+        model = Llama(config)
+        ids = torch.zeros(1, config.context, dtype=torch.long)
+    return shardc.trace(model, getattr(shardc.Plan, plan)(topology, param_dtype=dtype), ids, ids.clone(), keep=False)
+
+
+def stages(plan: str, layers: int, world: int) -> None:
+    (program, known), total = timed(lambda: prepare(Config.llama_70b(layers), plan, world))
+    seconds = dict(program.run.seconds)
+    seconds["variations"] = sum(seconds.pop(name, 0.0) for name in ("refresh", "accumulate", "sync"))
+    seconds["dynamo"] = total - sum(seconds.values())
+    row = "".join(f"{seconds.get(stage, 0.0):11.2f}" for stage in STAGES)
+    print(f"{plan:<8}{layers:>7}{row}{total:9.2f}{len(known):18}", flush=True)
+
+
+def prepare(config: Config, plan: str, world: int) -> tuple[shardc.Program, dict[str, Region]]:
+    """All that a training step with one micro-batch needs, up to the regions."""
+    program = program_of(config, plan, world)
+    known: dict[str, Region] = {}
+    for graph in (program.refreshed(), program.variation(synced=True, accumulated={})):
+        program.run("regions", regions, graph, known)
+    return program, known
+
+
+def inductor(layers: int, world: int, whole: bool) -> None:
+    config = Config(layers=layers, **NARROW)
+    torch._inductor.config.force_disable_caches = True
+    program = program_of(config, "zero3", world, torch.float32)
+    groups = dict.fromkeys(("node", "gpu"), "none")
+    lowering = Lowering("inductor", groups)
+    by_region = timed(lambda: lower(program, lowering))[1]
+    line = f"{layers:>7}{len(lowering.known):18}{by_region:11.1f}"
+    print(line + (f"{whole_graph(program):13.1f}" if whole else f"{'-':>13}"), flush=True)
+
+
+def lower(program: shardc.Program, lowering: Lowering) -> None:
+    lowering(program.refreshed(), "forward")
+    lowering(program.variation(synced=True, accumulated={}), "backward")
+
+
+def whole_graph(program: shardc.Program) -> float:
+    """Groups must exist for torch's functional collectives to be compiled, so a fake process group stands in."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("fake", rank=0, world_size=1024, store=FakeStore())
+    topology = next(iter(program.params.values())).layout.axes
+    mesh = shardc.Topology(**dict(reversed(topology))).mesh("cpu")
+    groups = {axis: mesh.get_group(axis).group_name for axis, _ in topology}
+    return timed(lambda: lower(program, Lowering("inductor-whole", groups)))[1]
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    result = function()
+    return result, time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Numerics: under every plan, training is that of one process.
+
+Breadth runs the program's graphs for all ranks in one process, with a step loop that keeps a list of ranks for each
+thing that the runtime keeps; a few plans run on real Gloo processes. `examples/bench/correct.py` is the full sweep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardc
+from passes.insert import Param
+from passes.layout import Layout
+from shardc.testing import run_ranks
+from training import LIMIT, MicroBatches, adamw, batch, one_process, sharded, small, spelled, worst_error
+from world import run
+
+PerRank = list[Tensor]
+
+TWO_BY_TWO = shardc.Topology(node=2, gpu=2)
+THREE_BY_TWO = shardc.Topology(node=3, gpu=2)
+TWO_BY_THREE = shardc.Topology(node=2, gpu=3)
+THREE_AXES = shardc.Topology(node=3, gpu=2, gcd=2)
+
+ONCE_THEN_THRICE = (1, 3, 3)
+"""A step of one micro-batch, then two that accumulate."""
+
+
+class AllRanks:
+    """A training loop for all ranks in one process, over the graphs of one program."""
+
+    def __init__(self, plan: shardc.Plan):
+        self.topology, self.world = plan.topology, plan.topology.world
+        model = small()
+        self.program = shardc.trace(model, plan, *batch(0, 0, 0))
+        self.params = {p.layout.name: p for p in self.program.params.values()}
+        full = dict(model.named_parameters())
+        self.shards = {name: self.cut(p.layout, full[name].detach()) for name, p in self.params.items()}
+        trained = [n for n, p in self.params.items() if p.layout.trainable]
+        self.leaves = {name: [s.clone().requires_grad_() for s in self.shards[name]] for name in trained}
+        self.optimizers = [adamw([leaves[rank] for leaves in self.leaves.values()]) for rank in range(self.world)]
+        self.copies: dict[str, PerRank] = {}
+
+    def cut(self, layout: Layout, full: Tensor) -> PerRank:
+        """Each rank's piece on the optim rung, its real rows only."""
+        return [piece(layout, full, self.topology.coordinate(rank)) for rank in range(self.world)]
+
+    def travelling(self, name: str) -> PerRank:
+        """Optim shards at the length at which they travel. What the padding holds must not matter."""
+        layout = self.params[name].layout
+        shape = layout.rung_shape(layout.optim)
+        return [padded(s.detach(), shape) for s in self.leaves.get(name, self.shards[name])]
+
+    def step(self, step: int, micro_batches: int) -> float:
+        """Forwards, backwards and an optimizer step; returns the mean loss."""
+        waiting: dict[str, PerRank] = {}
+        losses = []
+        for micro in range(micro_batches):
+            outs = self.forward(step, micro, refresh=micro == 0)
+            losses += [out[0][0] for out in outs]
+            waiting = self.backward([out[1] for out in outs], waiting, 1 / micro_batches, micro == micro_batches - 1)
+        return float(torch.stack(losses).mean())
+
+    def forward(self, step: int, micro: int, *, refresh: bool) -> list:
+        graph = self.program.refreshed() if refresh else self.program.forward
+        given = [dict(zip(("ids", "labels"), batch(step, micro, rank), strict=True)) for rank in range(self.world)]
+        values = {n: self.at_rest(p, refresh) for n, p in self.program.params.items()}
+        names = self.program.captured.inputs
+        args = [[given[rank][n] if n in given[rank] else values[n][rank] for n in names] for rank in range(self.world)]
+        outs = self.run(graph, args)
+        if any(p.has_copy for p in self.params.values()) and refresh:
+            self.copies = {name: [out[2][name] for out in outs] for name in outs[0][2]}
+        return outs
+
+    def at_rest(self, param: Param, refresh: bool) -> PerRank:
+        name = param.layout.name
+        return self.copies[name] if param.has_copy and not refresh else self.travelling(name)
+
+    def backward(self, saved: list, waiting: dict[str, PerRank], tangent: float, synced: bool) -> dict[str, PerRank]:
+        """What accumulates unsynced, by placeholder; everything else is in `.grad`."""
+        accumulated = {n: p for n, p in self.program.params.items() if n in waiting}
+        graph = self.program.variation(synced=synced, accumulated=accumulated)
+        before = [[waiting[n][rank] for n in accumulated] for rank in range(self.world)]
+        args = [[*saved[rank], torch.tensor(tangent), *before[rank]] for rank in range(self.world)]
+        outs = self.run(graph, args)
+        placeholders = {p.layout.name: n for n, p in self.program.params.items()}
+        grads = {name: [out[name] for out in outs] for name in outs[0]}
+        kept = {name for name in grads if self.params[name].needs_sync and not synced}
+        for name in grads.keys() - kept:
+            self.deliver(name, grads[name])
+        return {placeholders[name]: grads[name] for name in kept}
+
+    def deliver(self, name: str, grads: PerRank) -> None:
+        for leaf, grad in zip(self.leaves[name], grads, strict=True):
+            real = grad[: len(leaf)] if leaf.dim() else grad
+            leaf.grad = real.clone() if leaf.grad is None else leaf.grad + real
+
+    def run(self, graph: torch.fx.Graph, args: list) -> list:
+        return run_ranks(graph, args, **dict(zip(self.topology.axes, self.topology.sizes, strict=True)))
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def piece(layout: Layout, full: Tensor, coordinate: tuple[int, ...]) -> Tensor:
+    if not layout.optim:
+        return full.clone()
+    return full[layout.local_start(coordinate) :][: layout.local_rows(coordinate)].clone()
+
+
+def padded(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tuple(rows.shape) == shape:
+        return rows
+    value = rows.new_full(shape, torch.nan)
+    value[: len(rows)] = rows
+    return value
+
+
+def all_ranks_error(plan: shardc.Plan, micro_batches: MicroBatches) -> float:
+    """The worst relative error of all ranks, each against its piece of the one process's."""
+    ranks = AllRanks(plan)
+    expected = one_process(plan.topology.world, micro_batches)
+    worst = 0.0
+    for step, count in enumerate(micro_batches):
+        loss = ranks.step(step, count)
+        worst = max(worst, abs(loss - expected.losses[step]) / expected.losses[step])
+        grads = {n: [leaf.grad for leaf in leaves] for n, leaves in ranks.leaves.items() if leaves[0].grad is not None}
+        assert grads.keys() == expected.grads[step].keys()
+        worst = max(worst, *errors(ranks, grads, expected.grads[step]))
+        ranks.update()
+    return max(worst, *errors(ranks, ranks.shards | ranks.leaves, expected.params))
+
+
+def errors(ranks: AllRanks, found: dict[str, PerRank], expected: dict[str, Tensor]) -> Iterator[float]:
+    for name, pieces in found.items():
+        largest = expected[name].abs().max()
+        for ours, theirs in zip(pieces, ranks.cut(ranks.params[name].layout, expected[name]), strict=True):
+            assert ours.shape == theirs.shape
+            if ours.numel():
+                yield float(((ours - theirs).abs().max() / largest).nan_to_num(torch.inf))
+
+
+def rows(topology: shardc.Topology, *rows: tuple[int, int, int, int]) -> list[shardc.Plan]:
+    """Plans from numbers of inner axes, in the order params, after_forward, grads, optim."""
+    states = ("params", "after_forward", "grads", "optim")
+    return [shardc.Plan(topology, **dict(zip(states, row, strict=True))) for row in rows]
+
+
+@pytest.mark.parametrize("plan", shardc.Plan.legal(TWO_BY_TWO), ids=spelled)
+def test_every_plan_on_two_by_two_trains_as_one_process(plan: shardc.Plan) -> None:
+    assert all_ranks_error(plan, ONCE_THEN_THRICE) < LIMIT
+
+
+SAMPLE = [
+    *rows(THREE_BY_TWO, (2, 1, 2, 2), (1, 0, 2, 2), (2, 2, 1, 2)),
+    *rows(TWO_BY_THREE, (2, 2, 2, 2), (0, 0, 1, 2), (1, 1, 1, 1)),
+    *rows(THREE_AXES, (3, 2, 1, 3), (1, 1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize("plan", SAMPLE, ids=str)
+def test_axes_of_unequal_size_are_not_confused(plan: shardc.Plan) -> None:
+    assert all_ranks_error(plan, ONCE_THEN_THRICE) < LIMIT
+
+
+REAL = rows(TWO_BY_TWO, (0, 0, 0, 0), (2, 1, 2, 2), (1, 1, 1, 1), (1, 1, 2, 2), (0, 0, 1, 2), (2, 0, 1, 2))
+
+
+def trained_errors(plans: list[shardc.Plan], backend: str) -> dict[str, float]:
+    """On each rank, plan after plan."""
+    expected = one_process(plans[0].topology.world, ONCE_THEN_THRICE)
+    return {spelled(plan): worst_error(sharded(plan, ONCE_THEN_THRICE, backend), expected) for plan in plans}
+
+
+def test_real_processes_train_as_one_process() -> None:
+    for errors_of_rank in run(trained_errors, 4, REAL, "eager"):
+        assert max(errors_of_rank.values()) < LIMIT, errors_of_rank
+
+
+def test_real_processes_do_not_confuse_axes_of_unequal_size() -> None:
+    for errors_of_rank in run(trained_errors, 6, SAMPLE[:1] + SAMPLE[1:2], "eager"):
+        assert max(errors_of_rank.values()) < LIMIT, errors_of_rank
+
+
+@pytest.mark.slow
+def test_real_processes_train_as_one_process_when_compiled() -> None:
+    for errors_of_rank in run(trained_errors, 4, REAL[1:4:2], "inductor", timeout_s=400):
+        assert max(errors_of_rank.values()) < LIMIT, errors_of_rank
