@@ -22,9 +22,7 @@ help: ## list the targets
 .venv: $(STAMP) ## the environment, with shardc in it (made anew when pyproject.toml changes)
 
 # Which torch: the one asked for in TORCH; else the system's, where it is in range and sees a GPU; else a new one: as pip
-# chooses where there is an NVIDIA GPU, and 2.13.0 where there is none (a bare `torch` would be gigabytes of CUDA; on a
-# machine without a GPU set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu for the small build).
-# It is then pinned, so that no other package replaces it.
+# chooses where there is an NVIDIA GPU, and 2.13.0 where there is none (a bare `torch` would be gigabytes of CUDA). It is then pinned, so that no other package replaces it.
 SYSTEM_TORCH = import torch; v = tuple(map(int, torch.__version__.split(".")[:2])); \
 	raise SystemExit(not ((2, 11) <= v <= (2, 15) and torch.cuda.is_available()))
 

@@ -30,7 +30,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes.build import Writer, fake_mode, outputs, set_outputs
+from passes.build import Writer, behind, fake_mode, outputs, set_outputs
 from passes.insert import Param, cast
 
 PREFIX = "accumulator_"
@@ -62,6 +62,6 @@ def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node | None, mode: Fake
     if grad is None:
         return accumulator
     write = Writer(graph, mode, grad.meta.get("module", ""))
-    with graph.inserting_before(grad.next):
+    with graph.inserting_before(behind(grad)):
         grad = cast(write, grad, accumulator.meta["val"].dtype)
         return write(torch.ops.aten.add.Tensor, accumulator, grad)

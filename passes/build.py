@@ -49,6 +49,14 @@ def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
     return {n.name: n for n in graph.nodes if n.op == "placeholder"}
 
 
+def behind(node: fx.Node) -> fx.Node:
+    """The first node behind a node that is behind all placeholders too: a gradient can be a tangent as it came in."""
+    node = node.next
+    while node.op == "placeholder":
+        node = node.next
+    return node
+
+
 def rearrange(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Brings the nodes between placeholders and output into the given order."""
     output = graph.output_node()

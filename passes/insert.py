@@ -39,7 +39,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes import ops
-from passes.build import Writer, fake_mode, outputs, placeholders, set_outputs
+from passes.build import Writer, behind, fake_mode, outputs, placeholders, set_outputs
 from passes.layout import Layout
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -139,7 +139,7 @@ def split(layout: Layout) -> list[int]:
 
 def _reduce(graph: fx.Graph, grad: fx.Node, param: Param, mode: FakeTensorMode) -> fx.Node:
     write = Writer(graph, mode, grad.meta.get("module") or module_of(param.layout.name))
-    with graph.inserting_before(grad.next):
+    with graph.inserting_before(behind(grad)):
         g = cast(write, grad, param.reduce_dtype)
         if param.grad_scale != 1:
             g = write(aten.mul.Tensor, g, param.grad_scale)
@@ -155,4 +155,3 @@ def contiguous(write: Writer, x: fx.Node) -> fx.Node:
     if x.meta["val"].is_contiguous():
         return x
     return write(aten.clone.default, x, memory_format=torch.contiguous_format)
-

@@ -32,12 +32,16 @@ functorch's min-cut partitioner decides what to save and what to compute again; 
 - everything computed from `again` hops and constants alone (the hop, its wait, views, casts, but also the `cat` or the product
   of two weights) must be recomputed, so that no more of a parameter than its after_forward shard lives between
   forward and backward;
-- a value gathered by any other hop must not be computed again: what lies on the after_forward rung is saved.
+- a value gathered by any other hop must not be computed again: what lies on the after_forward rung is saved;
+- the result of a random op without a seed is saved, in a checkpointed block of the model too: nothing can compute it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import operator
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -61,6 +65,9 @@ def partition(graph: fx.Graph, params: Collection[str], activation_budget: float
     for node in ops.hops(graph, "gather"):
         if not ops.hop(node).again:
             _tag(wait_of(node), CheckpointPolicy.MUST_SAVE)
+    for node in graph.nodes:
+        if "recompute" in node.meta and _is_random(node):
+            _settle(node)
     set_outputs(graph, [*results, *grads.values()])
     graph.output_node().meta.clear()
     module = fx.GraphModule(graph.owning_module or torch.nn.Module(), graph)
@@ -69,6 +76,8 @@ def partition(graph: fx.Graph, params: Collection[str], activation_budget: float
         forward, backward = min_cut_rematerialization_partition(
             module, None, num_fwd_outputs=len(results), static_lifetime_input_indices=free
         )
+    for node in (*forward.graph.nodes, *backward.graph.nodes):
+        node.target = getattr(node.target, "marked_op", node.target)
     return _named(forward.graph, backward.graph, len(results), list(grads))
 
 
@@ -96,6 +105,34 @@ def _is_pure(node: fx.Node, pure: set[fx.Node]) -> bool:
 
 def _is_random(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _settle(node: fx.Node) -> None:
+    """A random op of a checkpointed block. The partitioner would run it again with the state of the generator, which it saves
+    in ways of its own; fused attention, which is marked random, is not where it drops nothing."""
+    if _drops_nothing(node):
+        node.target = _unmarked(node.target)
+    else:
+        for result in (node, *(user for user in node.users if user.target is operator.getitem)):
+            _tag(result, CheckpointPolicy.MUST_SAVE)
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            return (node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)) == 0.0
+    return False
+
+
+@cache
+def _unmarked(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The same function without its tags, for as long as the partitioner looks; `.marked_op` is the op."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    call.marked_op = op
+    return call
 
 
 def _is_again(node: fx.Node) -> bool:

@@ -31,7 +31,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes import ops
-from passes.build import Writer, fake_mode, outputs, set_outputs
+from passes.build import Writer, behind, fake_mode, outputs, set_outputs
 from passes.insert import Param, cast, descend
 
 
@@ -49,18 +49,10 @@ def sync(graph: fx.Graph, params: Mapping[str, Param]) -> fx.Graph:
 def _sync(graph: fx.Graph, grad: fx.Node, param: Param, mode: FakeTensorMode) -> fx.Node:
     layout = param.layout
     write = Writer(graph, mode, grad.meta.get("module", ""))
-    with graph.inserting_before(_after(grad)):
+    with graph.inserting_before(behind(grad)):
         g = cast(write, grad, param.reduce_dtype)
         g = descend(write, g, layout, layout.grads, layout.optim, purpose="sync")
         for axis, size in layout.axes[layout.optim :]:
             if size > 1:
                 g = write(ops.wait, write(ops.all_reduce, g, axis, size, purpose="sync", params=[layout.name]))
         return cast(write, g, param.master_dtype)
-
-
-def _after(node: fx.Node) -> fx.Node:
-    """The first place behind a node that is behind all placeholders too."""
-    node = node.next
-    while node.op == "placeholder":
-        node = node.next
-    return node

@@ -35,10 +35,22 @@ def verify(
     """
     for subject in _subjects(layouts, joint, forward, backward, synced, memory_limit_bytes):
         for rule in RULES:
-            broken = next(iter(rule.check(subject)), None) if subject.role in rule.roles else None
-            if broken:
-                what = f"law {rule.law}, {rule.name}: {broken.what}"
-                raise Error(what, where=graph_line(broken.node), fix=broken.fix)
+            if subject.role in rule.roles:
+                _check(rule, subject)
+
+
+def verify_pairs(graph: fx.Graph) -> None:
+    """Law 1 alone, which needs no layout and no other graph."""
+    for rule in RULES:
+        if rule.law == 1:
+            _check(rule, Subject(graph, "backward", {}))
+
+
+def _check(rule: Rule, subject: Subject) -> None:
+    broken = next(iter(rule.check(subject)), None)
+    if broken:
+        what = f"law {rule.law}, {rule.name}: {broken.what}"
+        raise Error(what, where=graph_line(broken.node), fix=broken.fix)
 
 
 def graph_line(node: fx.Node) -> str:

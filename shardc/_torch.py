@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -193,3 +194,46 @@ def _forward(method: str) -> Callable[..., Any]:
         return getattr(self.real, method)(*args, **kwargs)
 
     return forward
+
+
+@contextlib.contextmanager
+def many_signatures(limit: int = 64) -> Iterator[None]:
+    """Dynamo compiles up to `limit` signatures of a call (8 by default, fewer than a loop over ragged batches sees)."""
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=limit):
+        yield
+
+
+def default_store() -> Any:
+    """The store of the default process group."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+_NEEDED = {
+    "AOTAutograd's joint export": ("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors"),
+    "descriptors of gradients": ("torch._functorch._aot_autograd.descriptors", "GradAOTOutput"),
+    "descriptors of changed inputs": ("torch._functorch._aot_autograd.descriptors", "InputMutationAOTOutput"),
+    "Inductor's decompositions": ("torch._inductor.decomposition", "select_decomp_table"),
+    "Inductor's joint-graph passes": ("torch._inductor.compile_fx", "_recursive_joint_graph_passes"),
+    "Inductor on one graph": ("torch._inductor.compile_fx", "compile_fx_inner"),
+    "the min-cut partitioner": ("functorch.compile", "min_cut_rematerialization_partition"),
+    "fake tensors": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    "DTensor": ("torch.distributed.tensor", "DTensor"),
+    "functional collectives": ("torch.distributed._functional_collectives", "all_gather_tensor"),
+    "the store of the default group": ("torch.distributed.distributed_c10d", "_get_default_store"),
+    "Dynamo's limit of signatures": ("torch._dynamo.config", "recompile_limit"),
+}
+
+
+def self_test() -> list[str]:
+    """What this torch lacks of all that is used here, a sentence each; empty where all is there."""
+    lacking = []
+    for what, (module, name) in _NEEDED.items():
+        try:
+            found = hasattr(importlib.import_module(module), name)
+        except ImportError:
+            found = False
+        if not found:
+            lacking.append(f"torch {torch.__version__} lacks {what} ({module}.{name}).")
+    return lacking

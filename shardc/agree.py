@@ -14,6 +14,7 @@ from itertools import zip_longest
 import torch.distributed as dist
 
 from passes.errors import Error
+from shardc import _torch
 
 _rounds = 0
 
@@ -24,11 +25,7 @@ def agree(what: str, lines: Sequence[str], timeout_s: float, *, ordered: bool = 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(lines)
     _rounds += 1
-    return _compare(dist.PrefixStore(f"shardc/{_rounds}", _store()), what, list(lines), timedelta(seconds=timeout_s), ordered)
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+    return _compare(dist.PrefixStore(f"shardc/{_rounds}", _torch.default_store()), what, list(lines), timedelta(seconds=timeout_s), ordered)
 
 
 def _compare(store: dist.Store, what: str, lines: list[str], timeout: timedelta, ordered: bool) -> list[str]:

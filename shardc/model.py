@@ -114,14 +114,42 @@ def materialise(
 ) -> dict[str, torch.Tensor]:
     """Full values of the parameters that one module owns on the meta device. Every rank draws the same ones, in the order of the
     modules, so they do not depend on the mesh."""
-    own = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
-    meta_buffers = any(b is not None and b.is_meta for b in module._buffers.values())
-    if not own and not meta_buffers:
+    own = [key for key, p in module._parameters.items() if p is not None and p.is_meta]
+    buffers = [key for key, b in module._buffers.items() if b is not None and b.is_meta]
+    if not own and not buffers:
         return {}
-    module.to_empty(device=device, recurse=False)
+    initialise = init or _initialiser(model, module, prefix)
+    for key in own:
+        p = module._parameters[key]
+        module._parameters[key] = nn.Parameter(_unset_like(p, device), p.requires_grad)
+    for key in buffers:
+        module._buffers[key] = _unset_like(module._buffers[key], device)
     with torch.no_grad():
-        (init or _initialiser(model, module, prefix))(module)
-    return {key: p for key, p in module._parameters.items() if key in own and p is not None}
+        initialise(module)
+    for key in (*own, *buffers):
+        _check_set(getattr(module, key), f"{prefix}.{key}".lstrip("."))
+    return {key: module._parameters[key] for key in own}
+
+
+def _unset_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What an initialiser forgets must not go on as whatever was in memory."""
+    new = torch.empty_like(value, device=device)
+    return new if value.dtype == torch.bool else new.fill_(_unset(value.dtype))
+
+
+def _unset(dtype: torch.dtype) -> float | int:
+    return torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
+def _check_set(value: torch.Tensor, name: str) -> None:
+    if value.dtype == torch.bool:
+        return
+    unset = _unset(value.dtype)
+    if (value.isnan() if unset != unset else value == unset).any():
+        raise Error(
+            f"The initialiser of its module left {name!r} without a value.",
+            fix="Pass `init=` (a function of one module) to shardc.compile, and have it set each parameter and buffer.",
+        )
 
 
 def _initialiser(model: nn.Module, module: nn.Module, prefix: str) -> Initialiser:

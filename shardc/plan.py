@@ -318,7 +318,7 @@ def state_bytes(plan: Plan, named: Mapping[str, Parameter], optimizer_states: in
 
     `named` gives (full shape, master dtype, trainable) by name.
     - master: parameters on the optim rung.
-    - optimizer: `optimizer_states` fp32 values for each trainable master element (2 for Adam).
+    - optimizer: `optimizer_states` values like the master for each trainable element (2 for Adam).
     - copies: compute parameters on the params rung in `param_dtype`, where params is below optim.
     - accumulators: gradients on the grads rung in `reduce_dtype`, where grads is not optim.
     - grads: `.grad`, on the optim rung in the dtype of the master.
@@ -337,7 +337,7 @@ def _layout_bytes(plan: Plan, layout: Layout, dtype: torch.dtype, optimizer_stat
     wire = plan.reduce_dtype or plan.param_dtype or dtype
     return {
         "master": own * dtype.itemsize,
-        "optimizer": own * torch.float32.itemsize * optimizer_states * layout.trainable,
+        "optimizer": own * dtype.itemsize * optimizer_states * layout.trainable,
         "copies": copy * _compute_dtype(plan, dtype).itemsize * (layout.params < layout.optim),
         "accumulators": accumulator * wire.itemsize,
         "grads": own * dtype.itemsize * layout.trainable,

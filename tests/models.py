@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from examples import gpt as examples_gpt
-from training import VOCABULARY, Small
+from training import VOCABULARY, small
 
 Call = Callable[[nn.Module, int, Tensor, Tensor], Tensor]
 """(model, step, ids, labels) -> loss"""
@@ -50,8 +50,9 @@ def llama(tied: bool = False, **changes: Any) -> nn.Module:
     """The default configuration (so it returns a cache too), only small."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    size = dict(hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=tied, **size | changes))
+    size = dict(vocab_size=VOCABULARY, hidden_size=12, intermediate_size=20, num_hidden_layers=2)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1)
+    return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=tied, **size | heads | changes))
 
 
 def tied_llama() -> nn.Module:
@@ -59,7 +60,7 @@ def tied_llama() -> nn.Module:
 
 
 def checkpointed_llama() -> nn.Module:
-    model = llama()
+    model = llama(use_cache=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
@@ -86,9 +87,9 @@ class Derived(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 6)
-        self.left = nn.Parameter(torch.randn(6, 4))
-        self.right = nn.Parameter(torch.randn(6, 4))
-        self.head = nn.Parameter(torch.randn(8, VOCABULARY))
+        self.left = nn.Parameter(torch.randn(6, 5))
+        self.right = nn.Parameter(torch.randn(6, 5))
+        self.head = nn.Parameter(torch.randn(10, VOCABULARY))
         self.scale = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -113,6 +114,20 @@ class Dropping(nn.Module):
     def masked(self, x: Tensor, mask: Tensor) -> Tensor:
         """The forward with a given mask."""
         return torch.tanh(x * self.weight) * mask / (1 - self.p)
+
+
+class Choosing(nn.Module):
+    """A random op that has no seed, in a checkpointed block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def block(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight) * torch.multinomial(torch.ones(2, 4), 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False).sum()
 
 
 class DroppingBlock(nn.Module):
@@ -172,7 +187,7 @@ class Bare(nn.Module):
 MODELS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "gpt": (gpt, plain),
     "checkpointed gpt": (checkpointed_gpt, plain),
-    "uneven, tied, frozen, 0-dim, unused": (Small, plain),
+    "uneven, tied, frozen, 0-dim, unused": (small, plain),
     "batch norm": (Convolutional, plain),
     "derived weights": (Derived, plain),
     "llama": (llama, as_transformers),

@@ -42,10 +42,10 @@ class Block(nn.Module):
 class Small(nn.Module):
     """Uneven dims, a tied, a frozen, a 0-dim and an unused parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         self.unused = nn.Parameter(torch.ones(3))
@@ -57,9 +57,9 @@ class Small(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, -2), labels.flatten())
 
 
-def small() -> Small:
+def small(depth: int = 1) -> Small:
     torch.manual_seed(0)
-    return Small()
+    return Small(depth)
 
 
 def batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -84,9 +84,9 @@ class Trained:
 
 
 @cache
-def one_process(world: int, micro_batches: MicroBatches) -> Trained:
+def one_process(world: int, micro_batches: MicroBatches, depth: int = 1) -> Trained:
     """Each micro-batch of each rank is a micro-batch here."""
-    model = small()
+    model = small(depth)
     optimizer = adamw(model.parameters())
     losses, grads = [], []
     for step, count in enumerate(micro_batches):
@@ -103,9 +103,9 @@ def one_process(world: int, micro_batches: MicroBatches) -> Trained:
     return Trained(losses, grads, {n: p.detach().clone() for n, p in model.named_parameters()})
 
 
-def sharded(plan: shardc.Plan, micro_batches: MicroBatches, backend: str) -> Trained:
+def sharded(plan: shardc.Plan, micro_batches: MicroBatches, backend: str, depth: int = 1) -> Trained:
     """The same training on the ranks of the running process group."""
-    model = shardc.compile(small(), plan, backend=backend, progress=lambda line: None)
+    model = shardc.compile(small(depth), plan, backend=backend, progress=lambda line: None)
     optimizer = adamw(model.parameters())
     losses, grads = [], []
     for step, count in enumerate(micro_batches):

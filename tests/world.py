@@ -6,8 +6,8 @@
 
     assert run(greet, 2, "hello") == ["hello from 0", "hello from 1"]
 
-Processes are forked from a server that has imported torch already, so a launch costs tenths of a second. The function is
-a module's (it is pickled by name), and what it returns comes back, a value a rank.
+Processes are forked from a server that has imported torch and traced a model already, so a launch costs tenths of a
+second. The function is a module's (it is pickled by name), and what it returns comes back, a value a rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd", "shardc"]
+PRELOADED = ["torch.distributed.tensor", "warm"]
 _ENV = {
     "OMP_NUM_THREADS": "1",
     # Inductor would start a pool of compile workers in every rank.
@@ -91,9 +91,13 @@ def _environment(**changes: str) -> Iterator[None]:
 def _rank(
     rank: int, world: int, port: int, timeout_s: float, function: Callable[..., Any], args: Any, pipe: Connection
 ) -> None:
+    import logging
+
     import torch
     import torch.distributed as dist
 
+    # DTensor's advice at every `full_tensor()`.
+    logging.disable(logging.WARNING)
     timeout = timedelta(seconds=timeout_s)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))

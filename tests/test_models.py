@@ -1,0 +1,356 @@
+"""Models that people train: equal to one process on real ranks, started on the meta device, traced for any world."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import models
+import shardc
+from models import MODELS, Call
+from passes.build import outputs
+from passes.regions import Region, regions
+from shardc.testing import assert_collectives
+from training import LIMIT, adamw, batch, error
+from world import run
+
+TOPOLOGY = shardc.Topology(node=2, gpu=2)
+PLANS = {
+    "IIG": shardc.Plan.paro(TOPOLOGY, "IIG"),
+    "zero3": shardc.Plan.zero3(TOPOLOGY),
+    "zero1": shardc.Plan.zero1(TOPOLOGY),
+    "hpz": shardc.Plan.hpz(TOPOLOGY),
+}
+ZERO3 = PLANS["zero3"]
+STEPS = 3
+
+# A llama is captured twice (ids as labels, and other labels), which takes its time.
+TRAINED = [
+    *((model, plan) for model in MODELS if "llama" not in model for plan in PLANS),
+    ("llama", "IIG"),
+    ("llama", "zero3"),
+    ("tied llama", "hpz"),
+    ("checkpointed llama", "zero1"),
+]
+
+
+def quietly(model: nn.Module, plan: shardc.Plan, backend: str = "eager", **options: object) -> nn.Module:
+    return shardc.compile(model, plan, backend=backend, progress=lambda line: None, **options)
+
+
+def mib() -> int:
+    """The most memory that this process has had so far."""
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) >> 10
+
+
+# Training
+
+
+@pytest.mark.slow
+def test_every_model_trains_as_in_one_process() -> None:
+    assert too_far(run(train_all, 4, TRAINED, "eager", timeout_s=600)) == {}
+
+
+@pytest.mark.slow
+def test_compiled_models_train_as_in_one_process() -> None:
+    cases = [("gpt", "IIG"), ("checkpointed gpt", "zero3")]
+    assert too_far(run(train_all, 4, cases, "inductor", timeout_s=600)) == {}
+
+
+def too_far(per_rank: list[dict[str, float]]) -> dict[str, float]:
+    worst = {case: max(errors[case] for errors in per_rank) for case in per_rank[0]}
+    return {case: e for case, e in worst.items() if e > LIMIT}
+
+
+def train_all(cases: list[tuple[str, str]], backend: str) -> dict[str, float]:
+    return {f"{model}, {plan}": max(training_errors(*MODELS[model], PLANS[plan], backend)) for model, plan in cases}
+
+
+def training_errors(make: Callable[[], nn.Module], call: Call, plan: shardc.Plan, backend: str) -> Iterator[float]:
+    """Relative errors of losses, gradients, parameters and this rank's buffers."""
+    torch.manual_seed(0)
+    reference = make()
+    ranks = [sharing_parameters(reference) for _ in range(dist.get_world_size())]
+    model = quietly(copy.deepcopy(reference), plan, backend)
+    ours, theirs = adamw(model.parameters()), adamw(reference.parameters())
+    for step in range(STEPS):
+        loss = call(model, step, *batch(step, 0, dist.get_rank()))
+        loss.backward()
+        yield error(mean(loss.detach()), reference_step(ranks, call, step))
+        yield from gradient_errors(model, reference)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        yield error(p.detach().full_tensor(), q.detach())
+    for b, c in zip(model.buffers(), ranks[dist.get_rank()].buffers(), strict=True):
+        yield error(b.double(), c.double())
+
+
+def sharing_parameters(model: nn.Module) -> nn.Module:
+    """A copy with buffers of its own, such as the running statistics of a rank."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+def reference_step(ranks: list[nn.Module], call: Call, step: int) -> Tensor:
+    """The mean loss over the batches of all ranks, and its gradients."""
+    total = torch.zeros(())
+    for rank, replica in enumerate(ranks):
+        loss = call(replica, step, *batch(step, 0, rank)) / len(ranks)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def gradient_errors(model: nn.Module, reference: nn.Module) -> Iterator[float]:
+    for (name, p), (same_name, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert (name, p.grad is None) == (same_name, q.grad is None)
+        if p.grad is not None:
+            yield error(p.grad.full_tensor(), q.grad)
+
+
+def mean(value: Tensor) -> Tensor:
+    total = value.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+# Dropout
+
+
+@pytest.mark.slow
+def test_dropout_has_one_mask_for_forward_and_backward() -> None:
+    cases = [("eager", False), ("eager", True)]
+    assert max(e for errors in run(dropout_errors, 4, cases) for e in errors) < LIMIT
+
+
+@pytest.mark.slow
+def test_compiled_dropout_has_one_mask_for_forward_and_backward() -> None:
+    cases = [("inductor", False), ("inductor", True)]
+    assert max(e for errors in run(dropout_errors, 4, cases, timeout_s=600) for e in errors) < LIMIT
+
+
+def dropout_errors(cases: list[tuple[str, bool]]) -> list[float]:
+    return [dropout_error(backend, checkpointed) for backend, checkpointed in cases]
+
+
+def dropout_error(backend: str, checkpointed: bool) -> float:
+    """The gradient against that of the mask that the output shows. The mask comes from the seed and from nothing else."""
+    model, reference = quietly(models.Dropping(checkpointed=checkpointed), ZERO3, backend), models.Dropping()
+    rank = dist.get_rank()
+    x = torch.randn(40, 10, generator=torch.Generator().manual_seed(rank))
+    torch.manual_seed(rank)
+    y, other = model(x), model(x)
+    y.sum().backward()
+    torch.manual_seed(rank)
+    again = model(x)
+    assert torch.equal(y, again)
+    assert not torch.equal(y, other)
+    mask = (y != 0).float()
+    assert 0.3 < float(mask.mean()) < 0.7
+    reference.masked(x, mask).sum().backward()
+    return max(error(y, reference.masked(x, mask)), error(model.weight.grad.full_tensor(), mean(reference.weight.grad)))
+
+
+def test_dropout_seeds_are_saved_and_masks_computed_again() -> None:
+    program = traced(models.DroppingStack(checkpointed=True))
+    assert not [n for n in program.backward.nodes if n.target is torch.ops.prims.inductor_seeds.default]
+    assert [n for n in program.backward.nodes if n.target is torch.ops.prims.inductor_random.default]
+
+
+def test_what_only_a_generator_can_repeat_is_saved() -> None:
+    program = shardc.trace(models.Choosing(), ZERO3, torch.randn(2, 4))
+    assert [n.name for n in saved(program) if "multinomial" in n.name]
+    assert not [n for n in program.backward.nodes if n.target is torch.ops.aten.multinomial.default]
+
+
+# A start on the meta device
+
+
+@pytest.mark.slow
+def test_start_on_meta_has_the_same_values_on_every_mesh() -> None:
+    run(start_on_meta, 4, timeout_s=300)
+
+
+def start_on_meta() -> None:
+    meshes = [ZERO3, PLANS["zero1"], shardc.Plan.zero3(shardc.Topology(gpu=4)), shardc.Plan.ddp(TOPOLOGY)]
+    for make in (models.gpt, models.tied_llama, models.Convolutional):
+        started = [values(quietly(on_meta(make), plan)) for plan in meshes]
+        for other in started[1:]:
+            assert all(torch.equal(other[name], value) for name, value in started[0].items())
+        assert all(v.isfinite().all() for v in started[0].values())
+        assert float(max(v.abs().max() for v in started[0].values())) > 0
+    buffers_are_right()
+    init_is_used()
+    training_goes_on()
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        return make()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    parameters = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    return parameters | {name: b for name, b in model.named_buffers() if b.is_floating_point()}
+
+
+def buffers_are_right() -> None:
+    model, real = quietly(on_meta(models.llama), ZERO3), models.llama()
+    for (name, found), (_, expected) in zip(model.named_buffers(), real.named_buffers(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def init_is_used() -> None:
+    model = quietly(on_meta(models.Bare), ZERO3, init=lambda module: nn.init.constant_(module.weight, 0.25))
+    assert torch.equal(model.weight.detach().full_tensor(), torch.full((5, 3), 0.25))
+    for init, says in ((None, "no way to initialise"), (lambda module: None, "weight' without a value")):
+        with pytest.raises(shardc.Error, match=says):
+            quietly(on_meta(models.Bare), ZERO3, init=init)
+
+
+def training_goes_on() -> None:
+    model = quietly(on_meta(models.tied_llama), ZERO3)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model(*batch(0, 0, dist.get_rank())).logits.square().mean().backward()
+    assert all(p.grad.full_tensor().isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_nothing_of_full_size_is_ever_allocated() -> None:
+    assert max(run(growth_mib, 4, timeout_s=300)) < 300
+
+
+def growth_mib() -> int:
+    """How much the peak grows with a model of 400 MiB: 100 of parameters, 100 of gradients, two layers of 16."""
+    step(quietly(on_meta(lambda: models.Wide(32, 3)), ZERO3), 32)
+    before = mib()
+    step(quietly(on_meta(lambda: models.Wide(2048, 25)), ZERO3), 2048)
+    return mib() - before
+
+
+def step(model: nn.Module, width: int) -> None:
+    model(torch.ones(1, width)).backward()
+
+
+# What the graphs hold
+
+
+def traced(model: nn.Module, plan: shardc.Plan = ZERO3, call: Call = models.plain) -> shardc.Program:
+    """The program of a language model."""
+    if call is models.plain:
+        return shardc.trace(model, plan, *batch(0, 0, 0))
+    ids, labels = batch(0, 0, 0)
+    return shardc.trace(model, plan, ids, labels=labels)
+
+
+def saved(program: shardc.Program) -> list[torch.fx.Node]:
+    return outputs(program.forward)[1]
+
+
+def shapes_of_weights(model: nn.Module) -> set[tuple[int, ...]]:
+    """Full shapes with at least two dims, as they are and transposed; no activation of the models has one of them."""
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() > 1}
+    return shapes | {shape[::-1] for shape in shapes}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_zero3_saves_nothing_of_full_size(name: str) -> None:
+    make, call = MODELS[name]
+    model = make()
+    found = {n.name: tuple(n.meta["val"].shape) for n in saved(traced(model, ZERO3, call))}
+    full = shapes_of_weights(model) | {(6, 10), (10, 6)}
+    assert {n: shape for n, shape in found.items() if shape in full} == {}
+
+
+def test_derived_weights_are_gathered_again() -> None:
+    program = traced(models.Derived())
+    for name in ("left", "right", "head"):
+        assert_collectives(program.backward).count(1, "gather", name, axis="gpu").count(1, "gather", name, axis="node")
+    assert [n for n in program.backward.nodes if n.target is torch.ops.aten.cat.default]
+
+
+def test_tied_weight_is_gathered_once_for_both_uses() -> None:
+    program = traced(models.tied_llama(), ZERO3, models.as_transformers)
+    for graph in (program.forward, program.backward):
+        assert_collectives(graph).count(1, "gather", "model.embed_tokens.weight", axis="gpu")
+    assert_collectives(program.backward).count(1, "reduce", "model.embed_tokens.weight", axis="gpu")
+
+
+def test_backward_gathers_only_what_it_uses() -> None:
+    assert_collectives(traced(models.gpt()).backward).none("gather", "embed.weight").count(
+        1, "gather", "head.weight", axis="gpu"
+    )
+    wide = assert_collectives(shardc.trace(models.Wide(6, 3), ZERO3, torch.ones(1, 6)).backward)
+    wide.none("gather", "layers.0.weight").count(1, "gather", "layers.1.weight", axis="gpu")
+
+
+def test_without_reshard_the_backward_gathers_nothing() -> None:
+    program = traced(models.gpt(), shardc.Plan.zero3(TOPOLOGY, reshard=False))
+    assert_collectives(program.forward).count(1, "gather", "head.weight", axis="node")
+    assert_collectives(program.backward).none("gather")
+
+
+def test_hpz_backward_gathers_inside_the_node() -> None:
+    program = traced(models.gpt(), PLANS["hpz"])
+    assert_collectives(program.forward).count(1, "gather", "head.weight", axis="node")
+    assert_collectives(program.backward).none("gather", axis="node").count(1, "gather", "head.weight", axis="gpu")
+
+
+# Trace
+
+
+def test_trace_needs_neither_values_nor_a_process_group() -> None:
+    model, ids = on_meta(models.llama), torch.zeros(2, 4, dtype=torch.long, device="meta")
+    program = shardc.trace(model, shardc.Plan.zero3(shardc.Topology(node=128, gpu=8)), ids, labels=ids)
+    assert not dist.is_initialized()
+    assert_collectives(program.forward).count(1, "gather", "lm_head.weight", axis="node")
+
+
+def test_trace_leaves_the_model_as_it_was() -> None:
+    model = models.tied_llama()
+    state = [*model.named_parameters(), *model.named_buffers()]
+    before = [(name, id(value), value.detach().clone()) for name, value in state]
+    shardc.trace(model, ZERO3, *batch(0, 0, 0))
+    state = [*model.named_parameters(), *model.named_buffers()]
+    for (name, identity, value), (same_name, found) in zip(before, state, strict=True):
+        assert (name, identity) == (same_name, id(found))
+        assert torch.equal(value, found)
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def test_trace_of_a_70b_layer_takes_little_memory() -> None:
+    gc.collect()
+    before = mib()
+    size = dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
+    model = on_meta(lambda: models.llama(vocab_size=128256, **size))
+    ids = torch.zeros(1, 4096, dtype=torch.long, device="meta")
+    program = shardc.trace(model, shardc.Plan.hpz(shardc.Topology(node=128, gpu=8)), ids, labels=ids)
+    assert_collectives(program.backward).none("gather", axis="node")
+    assert mib() - before < 1024
+
+
+# Distinct regions
+
+
+@pytest.mark.parametrize("plan", [ZERO3, shardc.Plan.ddp(TOPOLOGY)], ids=["zero3", "ddp"])
+@pytest.mark.parametrize("make", [models.gpt, models.DroppingStack, models.checkpointed_gpt])
+def test_deeper_models_have_no_more_distinct_regions(make: Callable[[int], nn.Module], plan: shardc.Plan) -> None:
+    assert distinct(make(4), plan) == distinct(make(12), plan)
+
+
+def distinct(model: nn.Module, plan: shardc.Plan) -> set[str]:
+    """Keys of the regions of a forward that refreshes and of a backward that syncs."""
+    known: dict[str, Region] = {}
+    program = traced(model, plan)
+    for graph in (program.refreshed(), program.variation(synced=True)):
+        regions(graph, known)
+    return set(known)

@@ -1,0 +1,102 @@
+"""The order of collectives is decided once: ranks that feed different shapes still meet."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardc
+from world import run
+
+LENGTHS = {(step, rank): 3 + (5 * step + 7 * rank) % 11 for step in range(4) for rank in range(4)}
+"""A sequence length of its own for every rank, another one in every step."""
+
+
+class Ragged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(17, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(F.linear(x, self.embed.weight), ids)
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(17, (LENGTHS[step, rank],), generator=generator)
+
+
+def alone() -> list[float]:
+    """One process, all ranks' batches one after the other."""
+    torch.manual_seed(0)
+    model = Ragged()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses = []
+    for step in range(4):
+        total = sum(model(batch(step, rank)) for rank in range(4)) / 4
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return losses
+
+
+def ragged() -> list[float]:
+    torch.manual_seed(0)
+    topology = shardc.Topology(node=2, gpu=2)
+    plan = shardc.Plan.paro(topology, "IIG")
+    model = shardc.compile(Ragged(), plan, backend="eager", progress=lambda text: None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses = []
+    for step in range(4):
+        loss = model(batch(step, dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / 4
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    return losses
+
+
+def test_every_rank_feeds_its_own_lengths_changing_every_step():
+    for losses in run(ragged, 4):
+        torch.testing.assert_close(losses, alone(), rtol=1e-5, atol=1e-6)
+
+
+class TwoOrders(nn.Module):
+    """Long inputs use the parameters in another order than short ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = (self.a, self.b) if len(x) < 4 else (self.b, self.a)
+        return first(x).sum() * second(x).sum()
+
+
+def two_orders() -> list[float]:
+    torch.manual_seed(0)
+    plan = shardc.Plan.zero3(shardc.Topology(node=1, gpu=2))
+    model = shardc.compile(TwoOrders(), plan, backend="eager", progress=lambda text: None)
+    x = torch.ones(2 + 4 * dist.get_rank(), 4)
+    loss = model(x)
+    loss.backward()
+    return [loss.item(), model.a.weight.grad.full_tensor().sum().item()]
+
+
+def test_ranks_whose_first_batches_use_the_parameters_in_different_orders_follow_rank_0():
+    torch.manual_seed(0)
+    model = TwoOrders()
+    losses = [model(torch.ones(2, 4)), model(torch.ones(6, 4))]
+    (sum(losses) / 2).backward()
+    found = run(two_orders, 2)
+    torch.testing.assert_close([loss for loss, _ in found], [loss.item() for loss in losses])
+    torch.testing.assert_close(found[0][1], model.a.weight.grad.sum().item())

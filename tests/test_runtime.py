@@ -1,0 +1,472 @@
+"""Runtime: updates, micro-batches, clearing and clipping on real Gloo processes, by value against one process.
+
+Every story runs on 4 ranks as 2 nodes of 2 GPUs. The plan is PaRO's IIG unless it says otherwise: copies on the gpu rung,
+accumulators on the gpu rung, optimizer on all, so each kind of state is there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardc
+from training import error
+from world import run
+
+TOPOLOGY = shardc.Topology(node=2, gpu=2)
+LIMIT = 1e-5
+
+
+class Model(nn.Module):
+    """5 rows lie unevenly on 2x2, 3 rows leave a rank without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 5)
+        self.down = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.down(torch.relu(self.up(x)))
+
+
+def plan(letters: str = "IIG", **options: Any) -> shardc.Plan:
+    return shardc.Plan.paro(TOPOLOGY, letters, **options)
+
+
+def data(index: int, rank: int) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * index + rank)) + 0.5
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - 1).square().mean()
+
+
+class Pair:
+    """A sharded model and the one of one process, fed the same."""
+
+    def __init__(self, of: shardc.Plan, change: Callable[[nn.Module], Any] = lambda model: None):
+        torch.manual_seed(0)
+        self.reference = Model()
+        change(self.reference)
+        self.model = shardc.compile(copy.deepcopy(self.reference), of, backend="eager", progress=lambda line: None)
+        self.sharded = self.model._shardc.params
+        self.index = 0
+
+    @property
+    def both(self) -> tuple[nn.Module, nn.Module]:
+        return self.model, self.reference
+
+    def optimizers(self, kind: type = torch.optim.SGD, **options: Any) -> list[torch.optim.Optimizer]:
+        options = {"lr": 0.1, "foreach": False, **options}
+        return [kind(model.parameters(), **options) for model in self.both]
+
+    def micro_batch(self, scale: float = 1.0) -> None:
+        """A forward and a backward with new data; the losses are equal."""
+        ours = loss_of(self.model, data(self.index, dist.get_rank())) * scale
+        ours.backward()
+        parts = [loss_of(self.reference, data(self.index, rank)) * scale for rank in range(4)]
+        (sum(parts) / 4).backward()
+        assert abs(float(ours) - float(parts[dist.get_rank()])) < LIMIT * abs(float(ours))
+        self.index += 1
+
+    def check_outputs(self) -> None:
+        x = data(99, dist.get_rank())
+        with torch.no_grad():
+            assert error(self.model(x), self.reference(x)) < LIMIT
+
+    def check_grads(self) -> None:
+        for (name, p), (_, q) in zip(*(model.named_parameters() for model in self.both), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            assert q.grad is None or error(p.grad.full_tensor(), q.grad) < LIMIT, name
+
+    def check_params(self) -> None:
+        for (name, p), (_, q) in zip(*(model.named_parameters() for model in self.both), strict=True):
+            assert error(p.detach().full_tensor(), q.detach()) < LIMIT, name
+
+
+# Updates: the forward behind one sees the new values
+
+OPTIMIZERS = [
+    (torch.optim.AdamW, dict(eps=1e-3, foreach=False)),
+    (torch.optim.AdamW, dict(eps=1e-3, foreach=True)),
+    (torch.optim.AdamW, dict(eps=1e-3, foreach=None, fused=True)),
+    (torch.optim.SGD, dict(momentum=0.9, foreach=False)),
+    (torch.optim.SGD, dict(momentum=0.9, foreach=True)),
+]
+
+
+def every_form_of_optimizer() -> None:
+    pair = Pair(plan())
+    for kind, options in OPTIMIZERS:
+        optimizers = pair.optimizers(kind, **options)
+        for _ in range(2):
+            pair.micro_batch()
+            for optimizer in optimizers:
+                optimizer.step()
+            pair.check_outputs()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        pair.check_params()
+
+
+def test_forward_sees_what_any_form_of_optimizer_did() -> None:
+    run(every_form_of_optimizer, 4)
+
+
+def updates_by_hand() -> None:
+    pair = Pair(plan())
+    pair.check_outputs()
+    for _ in range(2):
+        pair.micro_batch()
+        pair.check_outputs()
+        for model in pair.both:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(p.grad, alpha=-0.1)
+            model.zero_grad()
+        pair.check_outputs()
+    with torch.no_grad():
+        for model in pair.both:
+            model.up.weight.mul_(2)
+    pair.check_outputs()
+
+
+def test_forward_sees_updates_by_hand_also_after_an_eval_forward() -> None:
+    run(updates_by_hand, 4)
+
+
+def load_other_values() -> None:
+    pair = Pair(plan())
+    saved = copy.deepcopy(pair.model.state_dict()), copy.deepcopy(pair.reference.state_dict())
+    optimizers = pair.optimizers()
+    pair.micro_batch()
+    for optimizer in optimizers:
+        optimizer.step()
+    pair.check_outputs()
+    for model, state in zip(pair.both, saved, strict=True):
+        model.load_state_dict(state)
+    pair.check_outputs()
+
+
+def test_forward_sees_what_load_state_dict_loaded() -> None:
+    run(load_other_values, 4)
+
+
+def change_local_tensors() -> None:
+    pair = Pair(plan())
+    pair.check_outputs()
+    for p in pair.model.parameters():
+        p._local_tensor.mul_(2)
+    with torch.no_grad():
+        for q in pair.reference.parameters():
+            q.mul_(2)
+    pair.model.refresh()
+    pair.check_outputs()
+
+
+def test_refresh_tells_of_changes_that_nothing_else_shows() -> None:
+    run(change_local_tensors, 4)
+
+
+# Micro-batches
+
+ACCUMULATING = ["NNN", "III", "IIG", "GIG", "NGG", "GGG"]
+
+
+@contextmanager
+def unsynced(model: nn.Module, how: str) -> Iterator[None]:
+    if how == "no_sync":
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+def accumulate(letters: list[str]) -> None:
+    for how, letter in zip(["no_sync", "switch"] * 3, letters, strict=False):
+        pair = Pair(plan(letter))
+        optimizers = pair.optimizers()
+        for _ in range(2):
+            for _ in range(2):
+                with unsynced(pair.model, how):
+                    pair.micro_batch(1 / 3)
+            pair.micro_batch(1 / 3)
+            pair.check_grads()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        pair.check_params()
+
+
+@pytest.mark.parametrize("letters", [ACCUMULATING[:3], ACCUMULATING[3:]], ids=" ".join)
+def test_micro_batches_sum_in_no_sync_and_by_the_switch(letters: list[str]) -> None:
+    run(accumulate, 4, letters)
+
+
+def sync_again(letters: str) -> None:
+    pair = Pair(plan(letters))
+    pair.micro_batch()
+    pair.micro_batch()
+    pair.check_grads()
+    with pair.model.no_sync():
+        pair.micro_batch()
+        pair.micro_batch()
+    pair.micro_batch()
+    pair.check_grads()
+
+
+@pytest.mark.parametrize("letters", ["IIG", "III", "GGG"])
+def test_what_was_synced_is_not_reduced_again(letters: str) -> None:
+    """Two synced backwards, then unsynced ones, then a synced one, all without zero_grad."""
+    run(sync_again, 4, letters)
+
+
+# Clearing
+
+
+def clear_after(letters: str, clear: str, set_to_none: bool, accumulating: bool) -> None:
+    pair = Pair(plan(letters))
+    optimizers = pair.optimizers()
+    pair.micro_batch()
+    if accumulating:
+        with pair.model.no_sync():
+            pair.micro_batch()
+    for model, optimizer in zip(pair.both, optimizers, strict=True):
+        (model if clear == "model" else optimizer).zero_grad(set_to_none=set_to_none)
+    with pair.model.no_sync():
+        pair.micro_batch()
+    pair.micro_batch()
+    pair.check_grads()
+
+
+def clear(letters: str) -> None:
+    for who in ("model", "optimizer"):
+        for set_to_none in (True, False):
+            for accumulating in (False, True):
+                clear_after(letters, who, set_to_none, accumulating)
+
+
+@pytest.mark.parametrize("letters", ["IIG", "III"])
+def test_zero_grad_of_model_or_optimizer_clears_all_also_in_the_middle(letters: str) -> None:
+    run(clear, 4, letters)
+
+
+# Clipping
+
+
+def clip(letters: str) -> None:
+    pair = Pair(plan(letters))
+    optimizers = pair.optimizers()
+    with pair.model.no_sync():
+        pair.micro_batch()
+    pair.micro_batch()
+    norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in pair.both]
+    assert error(norms[0].full_tensor(), norms[1]) < LIMIT
+    pair.check_grads()
+    for optimizer in optimizers:
+        optimizer.step()
+    pair.check_params()
+
+
+@pytest.mark.parametrize("letters", ["IIG", "NNN"])
+def test_clipping_sees_the_norm_of_one_process(letters: str) -> None:
+    run(clip, 4, letters)
+
+
+def use_too_early() -> None:
+    pair = Pair(plan())
+    with pair.model.no_sync():
+        pair.micro_batch()
+    before = copy.deepcopy(pair.model.state_dict())
+    uses = [lambda: nn.utils.clip_grad_norm_(pair.model.parameters(), 1.0)]
+    uses += [pair.optimizers(kind, **options)[0].step for kind, options in OPTIMIZERS]
+    for use in uses:
+        with pytest.raises(shardc.Error, match="is not synced yet"):
+            use()
+    for name, value in pair.model.state_dict().items():
+        assert torch.equal(value.full_tensor(), before[name].full_tensor()), name
+    pair.micro_batch()
+    pair.check_grads()
+
+
+def test_clip_and_step_on_unsynced_gradients_are_errors_that_change_nothing() -> None:
+    run(use_too_early, 4)
+
+
+# Forwards in other modes and other orders
+
+
+def freeze_some() -> None:
+    def freeze(model: nn.Module) -> None:
+        model.up.weight.requires_grad_(False)
+        model.down.bias.requires_grad_(False)
+
+    pair = Pair(plan(), freeze)
+    optimizers = pair.optimizers(torch.optim.AdamW, eps=1e-3)
+    for _ in range(2):
+        with pair.model.no_sync():
+            pair.micro_batch()
+        pair.micro_batch()
+        pair.check_grads()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check_params()
+    frozen = pair.sharded["up.weight"]
+    assert frozen.copy is None
+    assert frozen.tensor.grad is None
+
+
+def test_frozen_parameters_rest_once_and_stay() -> None:
+    run(freeze_some, 4)
+
+
+def look_in_between() -> None:
+    pair = Pair(plan())
+    optimizers = pair.optimizers()
+    for _ in range(2):
+        with pair.model.no_sync():
+            pair.micro_batch()
+        pair.model.eval()
+        pair.check_outputs()
+        pair.model.train()
+        pair.check_outputs()
+        pair.micro_batch()
+        pair.check_outputs()
+        pair.check_grads()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.check_outputs()
+
+
+def test_forwards_without_gradients_in_between_change_nothing() -> None:
+    run(look_in_between, 4)
+
+
+def two_forwards_first(letters: str) -> None:
+    pair = Pair(plan(letters))
+    rank = dist.get_rank()
+    losses = [loss_of(pair.model, data(i, rank)) for i in range(2)]
+    for loss in losses:
+        loss.backward()
+    (sum(loss_of(pair.reference, data(i, r)) for i in range(2) for r in range(4)) / 4).backward()
+    pair.check_grads()
+    pair.model.zero_grad()
+    pair.reference.zero_grad()
+    sum(loss_of(pair.model, data(i, rank)) for i in range(2)).backward()
+    (sum(loss_of(pair.reference, data(i, r)) for i in range(2) for r in range(4)) / 4).backward()
+    pair.check_grads()
+
+
+@pytest.mark.parametrize("letters", ["IIG", "GGG"])
+def test_two_forwards_before_a_backward(letters: str) -> None:
+    run(two_forwards_first, 4, letters)
+
+
+def backward_twice() -> None:
+    pair = Pair(plan())
+    loss = loss_of(pair.model, data(0, dist.get_rank()))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_backward_twice_is_an_error() -> None:
+    run(backward_twice, 4)
+
+
+# Dtypes and the sum
+
+
+def sum_instead() -> None:
+    pair = Pair(plan(reduce="sum"))
+    with pair.model.no_sync():
+        pair.micro_batch()
+    pair.micro_batch()
+    for q in pair.reference.parameters():
+        q.grad *= 4
+    pair.check_grads()
+
+
+def test_gradients_are_summed_on_request() -> None:
+    run(sum_instead, 4)
+
+
+def mixed(letters: str) -> None:
+    """Against bf16 compute with fp32 gradients and an fp32 master."""
+    mixed_plan = plan(letters, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    pair = Pair(mixed_plan)
+    ours, theirs = pair.optimizers(torch.optim.AdamW, eps=1e-3)
+    rank, params = dist.get_rank(), list(pair.reference.parameters())
+    for step in range(3):
+        low = copy.deepcopy(pair.reference).bfloat16()
+        for index in (2 * step, 2 * step + 1):
+            with pair.model.no_sync() if index % 2 == 0 else nullcontext():
+                loss_of(pair.model, data(index, rank).bfloat16()).backward()
+            for r in range(4):
+                part = loss_of(low, data(index, r).bfloat16())
+                for p, grad in zip(params, torch.autograd.grad(part, list(low.parameters())), strict=True):
+                    p.grad = grad.float() / 4 + (0 if p.grad is None else p.grad)
+        for (name, p), q in zip(pair.model.named_parameters(), params, strict=True):
+            assert p.dtype == torch.float32
+            assert p.grad.dtype == torch.float32
+            assert error(p.grad.full_tensor(), q.grad) < 0.02, (step, name)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(pair.model.parameters(), params, strict=True):
+        assert error(p.detach().full_tensor(), q.detach()) < 2e-3
+
+
+@pytest.mark.parametrize("letters", ["IIG", "GGG"])
+def test_bf16_compute_with_fp32_reduction_trains_as_one_process(letters: str) -> None:
+    run(mixed, 4, letters)
+
+
+# Memory: copies and accumulators exist where the plan says, and nowhere else
+
+SHAPES = {
+    # letters: rows of `up.weight` (5 rows travel as 8) in the copy, and in an accumulator in the middle of micro-batches
+    "NNN": (None, None),
+    "III": (None, None),
+    "NNI": (5, 5),
+    "IIG": (4, 4),
+    "NGG": (5, None),
+    "GNG": (None, 5),
+    "GGG": (None, None),
+}
+
+
+def rows(value: Tensor | None) -> int | None:
+    return None if value is None else len(value)
+
+
+def hold_what_the_plan_says(letters: list[str]) -> None:
+    for letter in letters:
+        pair = Pair(plan(letter))
+        up = pair.sharded["up.weight"]
+        for _ in range(2):
+            with pair.model.no_sync():
+                pair.micro_batch()
+                pair.micro_batch()
+            assert (rows(up.copy), rows(up.accumulator)) == SHAPES[letter], letter
+            pair.micro_batch()
+            assert up.accumulator is None, letter
+            assert up.tensor.grad.to_local().shape == up.tensor.to_local().shape
+            pair.model.zero_grad()
+
+
+@pytest.mark.parametrize("letters", [list(SHAPES)[:4], list(SHAPES)[4:]], ids=" ".join)
+def test_copies_and_accumulators_exist_only_where_the_plan_says(letters: list[str]) -> None:
+    run(hold_what_the_plan_says, 4, letters)
