@@ -26,7 +26,7 @@ from gpt import GPT, Config
 from shardc.testing import count_bytes
 from text import batch
 
-STEPS = 150
+STEPS = 120
 WARMUP = 10
 MICRO_BATCHES = 2
 GLOBAL_BATCH = 32  # sequences a step, over all ranks and micro-batches
@@ -50,8 +50,8 @@ def build_optimizer(model: GPT) -> tuple[torch.optim.Optimizer, LambdaLR]:
 
 
 def train(model: GPT, device: torch.device, rows: int) -> tuple[list[float], dict[str, float]]:
-    """Loss of every step, the mean over all ranks, and the bytes that this rank sent over each axis in a step; `rows` is the
-    number of sequences in one micro-batch of one rank."""
+    """Loss of every step, the mean over all ranks, and the bytes that this rank sent over each axis in a step; `rows`
+    is the number of sequences in one micro-batch of one rank."""
     optimizer, scheduler = build_optimizer(model)
     losses, sent = [], Counter()
     for step in range(STEPS):

@@ -1,14 +1,17 @@
 """Excerpt: one module's part of a graph, as a graph of its own, to be read.
 
-    def forward(w_0: f32[4, 4], w_1: f32[4, 4], x: f32[2, 4]):
-        y: f32[2, 4] = mm(x, w_0)
-        z: f32[2, 4] = mm(y, w_1)
+    def forward(blocks_0_w: f32[4, 4], blocks_1_w: f32[4, 4], x: f32[2, 4]):
+        'blocks.0'
+        y: f32[2, 4] = mm(x, blocks_0_w)
+        'blocks.1'
+        z: f32[2, 4] = mm(y, blocks_1_w)
         return ([z], [])
 
-becomes, where `z` was traced in the module,
+becomes, for the module blocks.1,
 
-    def forward(w_1: f32[4, 4], y: f32[2, 4]):
-        z: f32[2, 4] = mm(y, w_1)
+    def forward(blocks_1_w: f32[4, 4], y: f32[2, 4]):
+        'blocks.1'
+        z: f32[2, 4] = mm(y, blocks_1_w)
         return [z]
 
 Inputs are what comes from outside, parameters first; returned is what goes outside.
@@ -23,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 
 def excerpt(graph: fx.Graph, module: str, within: Collection[fx.Node] | None = None) -> fx.Graph:
-    """The nodes whose module is `module` or lies in it, the hops of its parameters among them; only those of `within` where
-    that is given. The graph is empty where there are none."""
+    """The nodes whose module is `module` or lies in it, the hops of its parameters among them; only those of `within`
+    where that is given. The graph returns nothing where there are none."""
     nodes = [n for n in graph.nodes if _belongs(n, module) and (within is None or n in within)]
     inside = set(nodes)
     new, env = fx.Graph(owning_module=graph.owning_module), {}
@@ -60,10 +63,7 @@ def _from_outside(nodes: Iterable[fx.Node], inside: set[fx.Node]) -> list[fx.Nod
 
 
 def _input(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    if node.op == "get_attr":
-        new = graph.get_attr(str(node.target))
-    else:
-        new = graph.placeholder(node.name)
+    new = graph.get_attr(str(node.target)) if node.op == "get_attr" else graph.placeholder(node.name)
     new.meta.update(node.meta)
     new.name = node.name
     return new

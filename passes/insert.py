@@ -25,8 +25,9 @@ becomes, for `w` with params, grads and optim on gpu+node of 2 x 2 and after_for
         wait_3: f32[2, 4] = wait(reduce_scatter_1)
         return ([y], {'w': wait_3})
 
-Casts to the compute dtype go before the first hop, so that the wire carries the small dtype. Gradients are scaled before
-the first hop: sums of any number of micro-batches and ranks stay in range, and what rests is already a part of the mean.
+Casts to the compute dtype go before the first hop, so that the wire carries the small dtype. Gradients are scaled
+before the first hop: sums of any number of micro-batches and ranks stay in range, and what rests is already a part of
+the mean.
 """
 
 from __future__ import annotations

@@ -44,23 +44,25 @@ for _signature in (
 
 
 @torch.library.register_fake("shardc::all_gather", lib=_library)
-def _(x, axis, size, *, purpose="gather", params, again=False):
+def _(
+    x: torch.Tensor, axis: str, size: int, *, purpose: str = "gather", params: list[str], again: bool = False
+) -> torch.Tensor:
     return x.new_empty((x.shape[0] * size, *x.shape[1:]))
 
 
 @torch.library.register_fake("shardc::reduce_scatter", lib=_library)
-def _(x, axis, size, *, purpose="reduce", params):
+def _(x: torch.Tensor, axis: str, size: int, *, purpose: str = "reduce", params: list[str]) -> torch.Tensor:
     torch._check(x.shape[0] % size == 0, lambda: f"reduce_scatter: {x.shape[0]} rows do not divide by {size}")
     return x.new_empty((x.shape[0] // size, *x.shape[1:]))
 
 
 @torch.library.register_fake("shardc::all_reduce", lib=_library)
-def _(x, axis, size, *, purpose="sync", params):
+def _(x: torch.Tensor, axis: str, size: int, *, purpose: str = "sync", params: list[str]) -> torch.Tensor:
     return torch.empty_like(x)
 
 
 @torch.library.register_fake("shardc::wait", lib=_library)
-def _(x):
+def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
@@ -90,12 +92,12 @@ def _expand(x: torch.Tensor, rows: int, split: list[int]) -> torch.Tensor:
 
 
 @torch.library.register_fake("shardc::compact", lib=_library)
-def _(x, rows, split):
+def _(x: torch.Tensor, rows: int, split: list[int]) -> torch.Tensor:
     return x.new_empty((rows, *x.shape[1:]))
 
 
 @torch.library.register_fake("shardc::expand", lib=_library)
-def _(x, rows, split):
+def _(x: torch.Tensor, rows: int, split: list[int]) -> torch.Tensor:
     return x.new_empty((_padded(rows, tuple(split)).padded_rows, *x.shape[1:]))
 
 

@@ -1,7 +1,7 @@
 """Order: ranks must issue the same collectives in the same order, whatever shapes each is fed.
 
-The order is decided once. `align` brings a graph traced for another shape to that order, by a stable topological sort with one more
-dependency: each start comes after the start before it.
+The order is decided once. `align` brings a graph traced for another shape to that order, by a stable topological sort
+with one more dependency: each start comes after the start before it.
 
     def forward(w: f32[4, 8], v: f32[4, 8], x: f32[4, 8]):
         a: f32[8, 8] = all_gather(w, 'gpu', 2, purpose='gather', params=['w'], again=True)

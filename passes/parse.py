@@ -58,9 +58,9 @@ def parse(text: str) -> fx.Graph:
         y: f32[4] = relu(x)
         return [y]
 
-    `meta` is `val`, recomputed, and `module` where the text says it. Constants and bodies of higher-order ops are attributes of
-    `graph.owning_module`, so `fx.GraphModule(graph.owning_module, graph)` runs. Calls of regions are calls of
-    `passes.regions.Region` objects, one for each `def`.
+    `meta` is `val`, recomputed, and `module` where the text says it. Constants and bodies of higher-order ops are
+    attributes of `graph.owning_module`, so `fx.GraphModule(graph.owning_module, graph)` runs. Calls of regions are
+    calls of `passes.regions.Region` objects, one for each `def`.
     """
     with unset_fake_temporarily(), torch.no_grad(), _quiet():
         return _Text(textwrap.dedent(text)).read()

@@ -29,11 +29,12 @@ becomes, for `w` with params on gpu+node and after_forward on gpu,
 
 functorch's min-cut partitioner decides what to save and what to compute again; tags tell it what the plan demands:
 
-- everything computed from `again` hops and constants alone (the hop, its wait, views, casts, but also the `cat` or the product
-  of two weights) must be recomputed, so that no more of a parameter than its after_forward shard lives between
+- everything computed from `again` hops and constants alone (the hop, its wait, views, casts, but also the `cat` or the
+  product of two weights) must be recomputed, so that no more of a parameter than its after_forward shard lives between
   forward and backward;
 - a value gathered by any other hop must not be computed again: what lies on the after_forward rung is saved;
-- the result of a random op without a seed is saved, in a checkpointed block of the model too: nothing can compute it again.
+- the result of a random op without a seed is saved, in a checkpointed block of the model too: nothing can compute it
+  again.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ _AFTER_ALL_BLOCKS = 1 << 30
 
 
 def partition(graph: fx.Graph, params: Collection[str], activation_budget: float = 1.0) -> tuple[fx.Graph, fx.Graph]:
-    """`params` are the names of the parameter placeholders; `activation_budget` in [0, 1] is the share of the activations
-    that may be saved (functorch's memory budget; 1 saves whatever is fastest)."""
+    """`params` are the names of the parameter placeholders; `activation_budget` in [0, 1] is the share of the
+    activations that may be saved (functorch's memory budget; 1 saves whatever is fastest)."""
     results, grads = outputs(graph)
     for node in recomputed(graph, params):
         _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
@@ -82,8 +83,9 @@ def partition(graph: fx.Graph, params: Collection[str], activation_budget: float
 
 
 def recomputed(graph: fx.Graph, params: Collection[str]) -> list[fx.Node]:
-    """Nodes computed from parameters and constants alone that lie above the after_forward rung: each `again` hop and what
-    depends on one. The cast of a shard in front of such a hop belongs to them, or it would be saved beside the shard."""
+    """Nodes computed from parameters and constants alone that lie above the after_forward rung: each `again` hop and
+    what depends on one. The cast of a shard in front of such a hop belongs to them, or it would be saved beside the
+    shard."""
     pure: set[fx.Node] = set()
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
@@ -108,8 +110,8 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _settle(node: fx.Node) -> None:
-    """A random op of a checkpointed block. The partitioner would run it again with the state of the generator, which it saves
-    in ways of its own; fused attention, which is marked random, is not where it drops nothing."""
+    """A random op of a checkpointed block. The partitioner would run it again with the state of the generator, which it
+    saves in ways of its own; fused attention, which is marked random, is not where it drops nothing."""
     if _drops_nothing(node):
         node.target = _unmarked(node.target)
     else:
@@ -131,7 +133,7 @@ def _unmarked(op: torch._ops.OpOverload) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
-    call.marked_op = op
+    call.marked_op = op  # type: ignore[attr-defined]
     return call
 
 
@@ -155,9 +157,7 @@ def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
     node.meta["ac_graph_id"] = _AFTER_ALL_BLOCKS
 
 
-def _named(
-    forward: fx.Graph, backward: fx.Graph, num_outputs: int, grads: list[str]
-) -> tuple[fx.Graph, fx.Graph]:
+def _named(forward: fx.Graph, backward: fx.Graph, num_outputs: int, grads: list[str]) -> tuple[fx.Graph, fx.Graph]:
     """The normal form of both: saved values in the order in which the backward takes them."""
     flat = list(outputs(forward))
     saved_by_name = {node.name: node for node in flat[num_outputs:]}

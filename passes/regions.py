@@ -1,7 +1,7 @@
 """Regions: cut compute at the borders of repeated blocks and at every hop; equal regions become one.
 
-A region is a closed subgraph. The outer graph keeps the hops and calls the regions in order, so that nothing a compiler does
-inside a region can undo the schedule:
+A region is a closed subgraph. The outer graph keeps the hops and calls the regions in order, so that nothing a compiler
+does inside a region can undo the schedule:
 
     def forward(w: f32[8, 8], v: f32[4, 8], x: f32[4, 8]):
         'layers.0'
@@ -32,12 +32,13 @@ becomes
         z: f32[4, 8] = region_1[0]
         return ([z], [])
 
-Two regions with the same key (ops, arguments, shapes, strides, dtypes, devices, bodies of higher-order ops) are the same
-Region object and will be compiled once: every middle layer of a transformer, forward and backward. Constants that
+Two regions with the same key (ops, arguments, shapes, strides, dtypes, devices, bodies of higher-order ops) are the
+same Region object and will be compiled once: every middle layer of a transformer, forward and backward. Constants that
 differ between otherwise equal regions (which seed of a dropout) stay in the outer graph and arrive as inputs.
 
-A view is nobody's: each region that uses one makes it again from its base, which costs nothing, and only what the outer graph itself
-needs (the input of a hop, an output) is a view there. So no region hands on strides that a compiler would not keep.
+A view is nobody's: each region that uses one makes it again from its base, which costs nothing, and only what the outer
+graph itself needs (the input of a hop, an output) is a view there. So no region hands on strides that a compiler would
+not keep.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ def _segments(graph: fx.Graph) -> Iterator[fx.Node | list[fx.Node]]:
         if node in taken or _is_body(node) or _is_view(node):
             continue
         if _stays_outside(node):
-            if current and (ops.is_hop(node) or node.op == "output" or any(_base(n) in current for n in node.all_input_nodes)):
+            if current and (
+                ops.is_hop(node) or node.op == "output" or any(_base(n) in current for n in node.all_input_nodes)
+            ):
                 yield current
                 current = []
             yield node
@@ -134,7 +137,11 @@ def _stays_outside(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view and isinstance(node.meta["val"], torch.Tensor)
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.is_view
+        and isinstance(node.meta["val"], torch.Tensor)
+    )
 
 
 def _base(node: fx.Node) -> fx.Node:
@@ -177,7 +184,9 @@ def _call(outer: fx.Graph, nodes: list[fx.Node], env: dict[fx.Node, fx.Node], kn
         return
     nodes = _with_views(nodes)
     inside = set(nodes)
-    inputs = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside and not _is_body(n)))
+    inputs = list(
+        dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside and not _is_body(n))
+    )
     region = _region(nodes, inputs, results, known)
     call = outer.call_function(region, tuple(env[n] for n in inputs))
     call.meta["val"] = tuple(n.meta["val"] for n in results)

@@ -1,7 +1,7 @@
 """Schedule: one order of compute and hops. The plain one: block by block.
 
-Within each stretch of compute of one repeated block (or outside of any), the gathers and refreshes that it needs go before it, all
-starts first and then the waits, and the reduces and syncs of its gradients go behind it:
+Within each stretch of compute of one repeated block (or outside of any), the gathers and refreshes that it needs go
+before it, all starts first and then the waits, and the reduces and syncs of its gradients go behind it:
 
     def forward(w: f32[4, 8], v: f32[4, 8], x: f32[4, 8]):
         'layers.0'
@@ -48,7 +48,8 @@ def schedule(graph: fx.Graph) -> fx.Graph:
 
 
 def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Stretches of one block. A gather opens the stretch of the block that it is for; a reduce stays where its gradient is."""
+    """Stretches of one block. A gather opens the stretch of the block that it is for; a reduce stays where its gradient
+    is."""
     current: list[fx.Node] = []
     block = None
     for node in graph.nodes:

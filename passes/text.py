@@ -18,15 +18,16 @@
         q: f32[s0, 2] = add.Tensor(u, c, alpha=inf)
         return [q, None, [m]]
 
-Before the `def` stands what the graph closes over: the device of its inputs where that is not cpu, symbols with
-their hints, constants, and as `def`s of their own the bodies of higher-order ops and the regions (`passes.regions`) that it calls.
+Before the `def` stands what the graph closes over: the device of its inputs where that is not cpu, symbols with their
+hints, constants, and as `def`s of their own the bodies of higher-order ops and the regions (`passes.regions`) it calls.
 Ops: `mm` is aten.mm.default and `add.Tensor` is aten.add.Tensor; shardc's own ops are bare too, but where aten
 has the name (`shardc.expand`); all others carry their namespace. A Python keyword gets an underscore (`random.from_`).
-A bare string says the module that the calls below it belong to ('' is the root, None says that they have none); a
-graph without modules has no such lines.
+Modules: a bare string says the module that the calls below it belong to; '' is the root, None says that they have none.
+A graph without modules has no such lines.
 Types: dtype, dims; then, of inputs and constants only, `@ [strides]` where not contiguous and `@ 'device'` where it
 is not the graph's. A value that is no tensor is `Sym(expression)`; several values at once have no type.
-Not in the text: storage offsets and aliasing of inputs, `meta` but for `val` and `module`, and large constants (`tensor(...)`).
+Not in the text: storage offsets and aliasing of inputs, large constants (`tensor(...)`), and `meta` but for `val` and
+`module`.
 """
 
 from __future__ import annotations

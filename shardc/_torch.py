@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -85,12 +87,63 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]
     mode = _mode_of(module)
     inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     _pin_output_strides(module.graph.output_node())
-    with (
-        config.patch(reorder_for_peak_memory=False, reorder_for_locality=False, reorder_for_compute_comm_overlap=False),
-        tracing(TracingContext(mode)),
-        mode,
-    ):
+    with config.patch(_in_order()), tracing(TracingContext(mode)), _real_constants(mode), mode:
         return compile_fx_inner(module, inputs)
+
+
+def _in_order() -> dict[str, bool]:
+    """What Inductor must not do where the order of the graph counts: move nodes for memory, locality or overlap."""
+    from torch._inductor import config
+
+    moves = ["reorder_for_peak_memory", "reorder_for_locality", "reorder_for_compute_comm_overlap"]
+    # On by default from 2.15; it starts collectives before the waits that the schedule put first.
+    if hasattr(config.aten_distributed_optimizations, "enable_simple_overlap"):
+        moves.append("aten_distributed_optimizations.enable_simple_overlap")
+    return dict.fromkeys(moves, False)
+
+
+@contextlib.contextmanager
+def _real_constants(mode: Any) -> Iterator[None]:
+    """Row tables are real tensors among fake ones."""
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+def seeded(op: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in for an op outside of Inductor. There its seeded random ops ignore their seed, and a backward would not draw
+    the mask of its forward again."""
+    return {
+        torch.ops.prims.inductor_random.default: _random,
+        torch.ops.prims.inductor_randint.default: _randint,
+    }.get(op, op)
+
+
+def _random(size: Sequence[int], seed: torch.Tensor, mode: str, **kwargs: Any) -> torch.Tensor:
+    return getattr(torch, mode)(size, generator=_generator(seed), device=seed.device, dtype=torch.float32)
+
+
+def _randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    return torch.randint(low, high, size, generator=_generator(seed), device=seed.device)
+
+
+def _generator(seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(seed.device).manual_seed(int(seed))
+
+
+@contextlib.contextmanager
+def ignored_logging() -> Iterator[None]:
+    """Dynamo leaves calls of loggers out of the graph; otherwise each is a graph break, in code that the user does not own."""
+    # Its own `config.patch` takes 0.1 ms, and this is around every call of a model.
+    ignored = torch._dynamo.config.ignore_logging_functions
+    methods = {method for method in vars(logging.Logger).values() if callable(method)} - ignored
+    ignored |= methods
+    try:
+        yield
+    finally:
+        ignored -= methods
 
 
 def missing_compiler() -> str | None:
@@ -132,7 +185,18 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
-# A process group's methods by what they do, under the names of all versions, with the argument that holds the full payload.
+def silence_flatten_advice(mesh: Any) -> None:
+    """Marks a mesh as warned about. DTensor would advise at `clip_grad_norm_` and `full_tensor` to flatten it; but a
+    group sorts its ranks, so on an inner-first mesh a flattened gather returns rows in another order."""
+    from torch.distributed.tensor import _redistribute
+
+    warned = getattr(_redistribute, "_warned_flatten_issues", None)
+    if warned is not None:
+        orders = (order for count in range(2, mesh.ndim + 1) for order in permutations(range(mesh.ndim), count))
+        warned.update((hash(mesh), order, "no_flattened_mesh") for order in orders)
+
+
+# A process group's methods under the names of all versions: what they do, and the argument that holds the full payload.
 _METHODS = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced"), ("all_reduce", 0)),
     **dict.fromkeys(("_allgather_base", "allgather_into_tensor_coalesced"), ("all_gather", 0)),
@@ -145,11 +209,11 @@ _METHODS = {
 
 @contextlib.contextmanager
 def watched(name: str, watch: Callable[[str, int, int], None]) -> Iterator[None]:
-    """While open, `watch(kind, bytes of the full payload, ranks)` sees every collective that a graph issues on the process group
-    called `name`: all_gather, reduce_scatter, all_reduce or all_to_all.
+    """While open, `watch(kind, bytes of the full payload, ranks)` sees every all_gather, reduce_scatter, all_reduce and
+    all_to_all on the process group called `name`.
 
-    Functional collectives look their group up by name. For as long as this is open they find a group in Python that calls the real
-    one; C++ calls a Python subclass's methods.
+    Functional collectives look their group up by name. As long as this is open they find a group in Python, whose
+    methods C++ calls, and which calls the real one.
     """
     from torch._C import _distributed_c10d as c10d
 
@@ -222,6 +286,7 @@ _NEEDED = {
     "DTensor": ("torch.distributed.tensor", "DTensor"),
     "functional collectives": ("torch.distributed._functional_collectives", "all_gather_tensor"),
     "the store of the default group": ("torch.distributed.distributed_c10d", "_get_default_store"),
+    "Dynamo's list of loggers": ("torch._dynamo.config", "ignore_logging_functions"),
     "Dynamo's limit of signatures": ("torch._dynamo.config", "recompile_limit"),
 }
 

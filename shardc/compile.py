@@ -90,6 +90,7 @@ def compile(
     check_backend(backend)
     device = _device()
     mesh = plan.topology.mesh(device.type)
+    _torch.silence_flatten_advice(mesh)
     parameters = named(model)
     params = params_of(plan, parameters)
     agree("plan and model", _description(plan, backend, parameters), timeout_s)

@@ -1,11 +1,11 @@
 """Cost: what a plan moves, in closed form, before there is a graph.
 
-A parameter of Phi bytes (full, with the interior padding of uneven rows) is Phi / s on a rung of s pieces. A hop over an axis
-of n ranks whose value is V on the inner side sends, on a ring or by any other optimal algorithm,
+A parameter of Phi bytes (full, with the interior padding of uneven rows) is Phi / s on a rung of s pieces. A hop over
+an axis of n ranks whose value is V on the inner side sends, on a ring or by any other optimal algorithm,
 
     all-gather, reduce-scatter    (n-1)/n V        all-reduce    2 (n-1)/n V
 
-bytes a rank. The moves of the ladder, over the axes between two rungs, and when they happen in a step of M micro-batches:
+bytes a rank. The moves of the ladder, over the axes between two rungs, and how often in a step of M micro-batches:
 
     refresh            params <- optim         all-gather                                     once
     forward gather     full <- params          all-gather                                     M times
@@ -45,16 +45,14 @@ def step_bytes(
 ) -> Moved:
     """Bytes that one rank sends in one optimizer step of `micro_batches` micro-batches, only the last of them synced.
 
-    `parameters` gives (full shape, master dtype, trainable) by name. `used` are those that the forward uses (default: all),
-    `regathered` those of them that the backward needs in full (default: all). A bias or the weight of a
-    first layer, whose input needs no gradient, is not one of those. Gathers and refreshes travel in `param_dtype`, gradients in
-    `reduce_dtype`.
+    `parameters` gives (full shape, master dtype, trainable) by name. `used` are those that the forward uses (default:
+    all), `regathered` those of them that the backward needs in full (default: all); a bias is not one of those, nor is
+    the weight of a first layer, whose input needs no gradient. Gathers and refreshes travel in `param_dtype`, gradients
+    in `reduce_dtype`.
     """
     total: Counter[tuple[str, str]] = Counter()
     for index in range(micro_batches):
-        total.update(
-            micro_step_bytes(plan, parameters, micro_batches, index, regathered=regathered, used=used)
-        )
+        total.update(micro_step_bytes(plan, parameters, micro_batches, index, regathered=regathered, used=used))
     return dict(total)
 
 

@@ -4,9 +4,10 @@
     python -m shardc opt --after insert --until schedule < joint.txt    the same, not cut
     python -m shardc opt --after partition < forward.txt                one half
 
-A text says less than a traced graph: blocks that the model checkpoints are not marked in it, and no plan comes with it, so
-the first stage that can follow is partition. `--verify` checks the laws against layouts read from the graph's own hops: what is left of
-laws 2 to 4 is that the graph is at one with itself, and of a backward alone only law 1 can be told.
+A text says less than a traced graph: blocks that the model checkpoints are not marked in it, and no plan comes with it,
+so the first stage that can follow is partition. `--verify` checks the laws against layouts read from the graph's own
+hops: what is left of laws 2 to 4 is that the graph is at one with itself, and of a backward alone only law 1 can be
+told.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def parameters(graph: fx.Graph) -> dict[str, str]:
 
 
 def layouts_of(graph: fx.Graph) -> dict[str, Layout]:
-    """Where each parameter must rest for the graph's hops to make sense. Rungs start at the innermost axis, so the longest
-    route of all shows the mesh."""
+    """Where each parameter must rest for the graph's hops to make sense. Rungs start at the innermost axis, so the
+    longest route of all shows the mesh."""
     for start in ops.hops(graph):
         if len(hop_axes(start)) > 1 or len(ops.hop(start).params) > 1:
             fix = "leave out --verify, or give a graph whose hops are over one axis and of one parameter each"

@@ -119,7 +119,7 @@ class Program:
         return "\n".join(texts if self.backward is None else [*texts, to_text(self.backward, "backward")])
 
     def layer_text(self, module: str, after: str | None = None) -> str:
-        """The forward of one module ("blocks.1") as text: what it takes from outside, the hops of its parameters, its compute, and
+        """The forward of one module ("blocks.1") as text: what comes from outside, the hops of its parameters, compute,
         what goes outside. `after` a stage ("capture", "insert", ...) as it stood then, else as it is in the end. Raises
         `Error` for a stage that was not kept and for a module that the graph does not name."""
         graph = self.after(after)[0] if after else self.forward

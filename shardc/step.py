@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.accumulate import accumulator_dtype
 from passes.insert import Param
 from shardc import _torch
 from shardc.lower import Lowering
@@ -35,9 +36,7 @@ class Sharded:
     copy: torch.Tensor | None = None
     """on the params rung"""
     accumulator: torch.Tensor | None = None
-    """on the grads rung; None between updates"""
-    partial: bool = False
-    """`.grad` holds gradients that were not synced yet"""
+    """on the grads rung, in the place of `.grad`; None between updates"""
     synced_grad: torch.Tensor | None = None
     """an earlier synced `.grad`, kept aside while unsynced ones accumulate"""
     seen_version: int = -1
@@ -66,17 +65,21 @@ class Sharded:
         return _torch.dtensor(value[: local.shape[0]] if local.dim() else value, self.tensor)
 
     def clear(self) -> None:
-        self.accumulator, self.partial, self.synced_grad = None, False, None
+        """What waited is dropped; a marker that was zeroed, not removed, becomes the zeros that it stands for."""
+        self.accumulator = self.synced_grad = None
+        if isinstance(self.tensor.grad, UnsyncedGradient):
+            self.tensor.grad = torch.zeros_like(self.tensor) if self.tensor.grad.zeroed else None
 
-    def set_aside(self) -> None:
-        """A synced `.grad` must not be reduced again with the unsynced gradients that follow."""
-        if not self.partial and self.accumulator is None and self.tensor.grad is not None:
-            self.synced_grad, self.tensor.grad = self.tensor.grad, None
+    def accumulate(self, value: torch.Tensor) -> None:
+        """Keeps an unsynced gradient. A synced `.grad` is set aside: it must not be reduced again."""
+        if self.accumulator is None:
+            self.synced_grad = self.tensor.grad
+            self.tensor.grad = UnsyncedGradient(self.tensor, self.name)
+        self.accumulator = value.to(accumulator_dtype(self.param))
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> torch.Tensor | None:
         """What has accumulated, handed over to a backward that syncs it; `.grad` is what was synced before."""
-        value = self.accumulator if self.accumulator is not None else _padded(self.tensor.grad, self.param)
-        self.tensor.grad = self.synced_grad
+        value, self.tensor.grad = self.accumulator, self.synced_grad
         self.clear()
         return value
 
@@ -118,10 +121,9 @@ class Runtime:
             p.clear()
 
     def notice_cleared(self) -> None:
-        """`optimizer.zero_grad()` removed or zeroed the marker that stood for an accumulator, or `.grad` itself."""
+        """`optimizer.zero_grad()` removed or zeroed the marker that stood for an accumulator."""
         for p in self.params.values():
-            gone = p.accumulator is not None and UnsyncedGradient.cleared(p.tensor.grad)
-            if gone or (p.partial and p.tensor.grad is None):
+            if p.accumulator is not None and UnsyncedGradient.cleared(p.tensor.grad):
                 p.clear()
 
     @contextmanager
@@ -219,7 +221,7 @@ class Step:
         return {
             _key(p): p
             for p in self.runtime.params.values()
-            if (p.accumulator is not None and (synced or p.name in own)) or (synced and p.partial)
+            if p.accumulator is not None and (synced or p.name in own)
         }
 
     def _backward(self, synced: bool, waiting: dict[str, Sharded]) -> Callable[[list[Any]], Any]:
@@ -234,32 +236,14 @@ class Step:
         p = self.runtime.params.get(name)
         if p is None:
             return grad
-        if synced:
-            return p.gradient(grad)
-        if not p.param.needs_sync:
+        if synced or not p.param.needs_sync:
             return p.gradient(grad.to(p.param.master_dtype))
-        p.set_aside()
-        if p.param.grad_is_accumulator:
-            p.partial = True
-            return p.gradient(grad.to(p.param.master_dtype))
-        p.accumulator = grad
-        if not isinstance(p.tensor.grad, UnsyncedGradient):
-            p.tensor.grad = UnsyncedGradient(p.tensor, p.name)
+        p.accumulate(grad)
         return None
 
 
 def _key(p: Sharded) -> str:
     return p.name.replace(".", "_")
-
-
-def _padded(grad: Any, param: Param) -> torch.Tensor:
-    """The local part of `.grad` at the length at which pieces travel."""
-    local, shape = _torch.local_of(grad), param.layout.rung_shape(param.layout.grads)
-    if tuple(local.shape) == shape:
-        return local
-    padded = local.new_zeros(shape)
-    padded[: local.shape[0]] = local
-    return padded
 
 
 class _Autograd(torch.autograd.Function):

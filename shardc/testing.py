@@ -299,9 +299,10 @@ def count_bytes(model: nn.Module) -> Iterator[Sent]:
             model(x, y).backward()
             print(sent.taken())
 
-    By the convention of `passes.ops.moved_bytes`: (n-1)/n of the full payload, twice that for an all-reduce, rounded down. What
-    DTensors send inside the block (`clip_grad_norm_`, `full_tensor`) counts too. Raises `shardc.Error` for a model
-    that is not compiled.
+    By the convention of `passes.ops.moved_bytes`: (n-1)/n of the full payload, twice that for an all-reduce, rounded
+    down. What DTensors send inside the block (`clip_grad_norm_`, `full_tensor`) counts too; collectives of other kinds
+    than all-gather, reduce-scatter, all-reduce and all-to-all fail there. Raises `shardc.Error` for a model that is not
+    compiled.
     """
     groups = groups_of(model)
     sent = Sent(dict.fromkeys(groups, 0))

@@ -43,7 +43,7 @@ class UnsyncedGradient(torch.Tensor):
     ) -> Any:
         if func in _ZEROS:
             return _zero(func, args[0])
-        if getattr(func, "__name__", "") in _HARMLESS:
+        if getattr(func, "__name__", "") in _HARMLESS and func != _READ_FIRST:
             return super().__torch_function__(func, types, tuple(args), kwargs)
         marker = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, UnsyncedGradient))
         raise Error(
@@ -58,6 +58,8 @@ class UnsyncedGradient(torch.Tensor):
 
 
 _ZEROS = (torch.Tensor.zero_, torch._foreach_zero_)
+# Optimizers read it of every gradient before they change the first parameter: a step that raises has changed nothing.
+_READ_FIRST = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 _HARMLESS = {"__get__", "detach_", "requires_grad_", "size", "stride", "dim", "numel", "is_floating_point", "is_complex"}
 
 

@@ -60,7 +60,7 @@ def tied_llama() -> nn.Module:
 
 
 def checkpointed_llama() -> nn.Module:
-    model = llama(use_cache=False)
+    model = llama()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 

@@ -1,4 +1,4 @@
-"""Bytes: what passes through the process groups is what the plan's closed form says, axis by axis, micro-step by micro-step."""
+"""Bytes: what passes through the process groups is what the closed form says, by axis and micro-step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardc
@@ -51,7 +50,7 @@ class Perceptron(nn.Module):
 
 
 REGATHERED = ("second.weight", "third.weight")
-"""A bias has no part in any gradient, and the first weight is only needed for the gradient of the input, which nobody wants."""
+"""No gradient depends on a bias, and only that of the input, which nobody wants, on the first weight."""
 
 
 def described(model: nn.Module) -> dict[str, Parameter]:
@@ -86,9 +85,10 @@ def counted_cases() -> dict[tuple[str, bool], list[dict[str, int]]]:
 @pytest.fixture(scope="module")
 def measured() -> list[dict[tuple[str, bool], list[dict[str, int]]]]:
     """By rank; one launch for all cases."""
-    return run(counted_cases, TOPOLOGY.world)
+    return run(counted_cases, TOPOLOGY.world, timeout_s=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}{' uneven' * case[1]}")
 def test_each_axis_moves_what_the_closed_form_says(measured, case):
     parameters = described(Perceptron(case[1]))
@@ -98,3 +98,69 @@ def test_each_axis_moves_what_the_closed_form_says(measured, case):
     ]
     for rank, found in enumerate(measured):
         assert found[case] == expected, f"rank {rank}"
+
+
+ONE_MATRIX: dict[str, Parameter] = {"w": ((16, 8), torch.float32, True)}
+"""512 bytes."""
+
+
+def test_iig_moves_by_hand():
+    moved = step_bytes(PRESETS["IIG"], ONE_MATRIX, MICRO_BATCHES)
+    assert {key: sent for key, sent in moved.items() if sent} == {
+        ("refresh", "node"): 128,  # half of the 256 bytes that rest on gpu
+        ("forward gather", "gpu"): 4 * 256,
+        ("backward gather", "gpu"): 4 * 256,
+        ("reduce", "gpu"): 4 * 256,
+        ("sync", "node"): 128,
+    }
+
+
+def test_hpz_keeps_the_backward_inside_the_node():
+    moved = step_bytes(PRESETS["hpZ"], ONE_MATRIX, 1)
+    assert moved["forward gather", "node"] == 128
+    assert moved["backward gather", "node"] == 0
+    assert moved["backward gather", "gpu"] == 256
+
+
+def test_zero_on_one_axis_moves_the_model_two_and_three_times():
+    """ZeRO (arXiv 1910.02054), section 7: 2 Phi for DDP and stages 1 and 2, 3 Phi for stage 3; here (n-1)/n of it."""
+    line = shardc.Topology(gpu=8)
+    times = {shardc.Plan.ddp: 2, shardc.Plan.zero1: 2, shardc.Plan.zero2: 2, shardc.Plan.zero3: 3}
+    for preset, expected in times.items():
+        assert by_axis(step_bytes(preset(line), ONE_MATRIX, 1)) == {"gpu": expected * 512 * 7 // 8}
+
+
+def test_dtypes_frozen_and_unused_parameters():
+    plan = shardc.Plan.zero3(shardc.Topology(gpu=2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    parameters = {**ONE_MATRIX, "frozen": ((16, 8), torch.float32, False), "unused": ((16, 8), torch.float32, True)}
+    moved = step_bytes(plan, parameters, 1, used=["w", "frozen"], regathered=["w"])
+    assert {move: moved[move, "gpu"] for move in MOVES} == {
+        "refresh": 0,
+        "forward gather": 2 * 128,
+        "backward gather": 128,
+        "reduce": 256,
+        "sync": 0,
+    }
+
+
+def test_uneven_rows_travel_padded():
+    # 5 rows on 2 x 2 lie as 2 + 1 and 1 + 1: four pieces of two rows.
+    moved = step_bytes(PRESETS["ZeRO-2"], {"w": ((5, 4), torch.float32, True)}, 1)
+    assert moved["reduce", "gpu"] == 8 * 16 // 2
+
+
+def test_what_is_taken_is_what_was_sent_since():
+    sent = Sent({"gpu": 0, "node": 0})
+    sent.add("gpu", "all_gather", 64, 4)
+    assert sent.taken() == {"gpu": 48, "node": 0}
+    sent.add("gpu", "all_reduce", 64, 4)
+    part = sent.taken()
+    assert part == {"gpu": 96, "node": 0}
+    assert part.by_kind == {("gpu", "all_reduce"): 96}
+    assert sent == {"gpu": 144, "node": 0}
+    assert sent.by_kind == {("gpu", "all_gather"): 48, ("gpu", "all_reduce"): 96}
+
+
+def test_only_a_compiled_model_is_counted():
+    with pytest.raises(Error, match="Linear is not a compiled model"), count_bytes(nn.Linear(2, 2)):
+        pass

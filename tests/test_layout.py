@@ -8,10 +8,15 @@ from math import prod
 
 import pytest
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from passes.build import Writer
+from passes.insert import climb, descend
 from passes.layout import Layout
+from shardc.testing import run_ranks
 from shardc.topology import Topology
 
 MESHES = [(2, 2), (4, 2), (3, 2), (2, 3), (3, 2, 2)]
@@ -144,3 +149,70 @@ def cut(layout: Layout, full: torch.Tensor, coordinate: tuple[int, ...]) -> torc
 def all_gather(values: dict[tuple[int, ...], torch.Tensor], at: tuple[int, ...], axis: int, size: int) -> torch.Tensor:
     """What the rank at `at` holds after an all-gather over one axis (counted from the innermost)."""
     return torch.cat([values[(*at[:axis], index, *at[axis + 1 :])] for index in range(size)])
+
+
+# The inserted graph moves the rows as DTensor cuts them
+
+
+def hops_of(layout: Layout, start: int, end: int) -> fx.Graph:
+    """x on one rung -> x on another, by gathers upwards and by reduce-scatters downwards."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    mode = FakeTensorMode()
+    with mode:
+        x.meta["val"] = torch.empty(layout.rung_shape(start))
+    write = Writer(graph, mode)
+    move = climb if start > end else descend
+    graph.output(move(write, x, layout, start, end, "gather" if start > end else "reduce"))
+    return graph
+
+
+def shards_by_dtensor(layout: Layout, sizes: tuple[int, ...], full: torch.Tensor) -> list[torch.Tensor]:
+    """The real rows of each rank."""
+    placements = [Shard(0)] * layout.optim + [Replicate()] * (len(sizes) - layout.optim)
+    pieces = []
+    for coordinate in coordinates(sizes):
+        shape, start = _compute_local_shape_and_global_offset(layout.shape, sizes[::-1], list(coordinate), placements)
+        pieces.append(full[start[0] :][: shape[0]])
+    return pieces
+
+
+def run_on(sizes: tuple[int, ...], graph: fx.Graph, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    return run_ranks(graph, [[value] for value in values], **dict(zip("abc", sizes, strict=False)))
+
+
+def padded(piece: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([piece, piece.new_full((rows - len(piece), *piece.shape[1:]), torch.nan)])
+
+
+@meshes
+def test_inserted_hops_gather_and_scatter_what_dtensor_cuts(sizes):
+    """From the optim rung to every rung and to the full value, and back; padding is poisoned on the way up."""
+    for layout in layouts(sizes):
+        full = torch.arange(1.0, 1 + prod(layout.shape)).view(layout.shape)
+        shards = shards_by_dtensor(layout, sizes, full)
+        for rung in range(layout.optim):
+            check_way_up(layout, sizes, shards, full, rung)
+            check_way_down(layout, sizes, shards, full, rung)
+
+
+def check_way_up(
+    layout: Layout, sizes: tuple[int, ...], shards: list[torch.Tensor], full: torch.Tensor, rung: int
+) -> None:
+    at_rest = [padded(shard, layout.piece_rows) for shard in shards]
+    resting = run_on(sizes, hops_of(layout, layout.optim, rung), at_rest)
+    assert all(tuple(value.shape) == layout.rung_shape(rung) for value in resting)
+    whole = run_on(sizes, hops_of(layout, rung, 0), resting) if rung else resting
+    assert all(torch.equal(value, full) for value in whole), (layout, rung)
+
+
+def check_way_down(
+    layout: Layout, sizes: tuple[int, ...], shards: list[torch.Tensor], full: torch.Tensor, rung: int
+) -> None:
+    local = [full] * len(shards)
+    reduced = run_on(sizes, hops_of(layout, 0, rung), local) if rung else local
+    synced = run_on(sizes, hops_of(layout, rung, layout.optim), reduced)
+    for value, shard in zip(synced, shards, strict=True):
+        # Each rank of an axis brought the same rows: their sum is the axis's size times them.
+        assert torch.equal(value[: len(shard)], shard * layout.size(layout.optim)), (layout, rung)
+        assert not value[len(shard) :].any(), (layout, rung)

@@ -8,8 +8,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_schedule import layered
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
@@ -18,6 +16,7 @@ from passes.regions import Region, block_of, regions
 from passes.schedule import schedule
 from passes.text import to_text
 from shardc.testing import run_ranks
+from test_schedule import layered
 
 
 def cut(text: str) -> str:
@@ -205,7 +204,7 @@ def test_different_bodies_make_different_regions() -> None:
 
 def test_constants_in_bodies_tell_regions_apart() -> None:
     head = "one: f32[2] = tensor([1.0, 1.0])\ntwo: f32[2] = tensor([2.0, 2.0])\n\n"
-    bodies = ["k = {}\n    y = mul.Tensor(x, k)".format(name) for name in ("one", "two")]
+    bodies = [f"k = {name}\n    y = mul.Tensor(x, k)" for name in ("one", "two")]
     text = CONDITION.format(head, *bodies)
     # Both bodies read as `self.k`: only what stands behind the name differs.
     graph = parse(text)

@@ -18,9 +18,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import passes.text
+from passes import ops
 from passes.errors import Error
 from passes.parse import parse
-from passes.text import same, to_text
+from passes.regions import Region, regions
+from passes.text import line_of, same, to_text
 
 KEPT = {
     "hops": """\
@@ -156,6 +158,56 @@ def forward(x: f32[4]):
     y = higher_order.run_and_save_rng_state(aten.rand.default, [4], device=device('cpu'))
     return [x]
 """,
+    "modules": """\
+def forward(x: f32[4], w: f32[2]):
+    y: f32[4] = relu(x)
+    'blocks.0.mlp'
+    t = topk(y, 2)
+    u: f32[2] = t[0]
+    ''
+    z: f32[2] = mul.Tensor(u, w)
+    None
+    n: f32[2] = neg(z)
+    'head'
+    m: f32[2] = neg(n)
+    return [m]
+""",
+    "regions": """\
+one: f32[2] = tensor([1.0, 1.0])
+
+def inner(x: f32[4]):
+    y: f32[4] = relu(x)
+    return (y,)
+
+def region_1(x0: b8, x1: f32[4]):
+    inner = inner
+    c = higher_order.cond(x0, inner, inner, (x1,))
+    y: f32[4] = c[0]
+    return (y, x0)
+
+def region_0(x0: f32[4]):
+    a: f32[4] = neg(x0)
+    return (a,)
+
+def forward(p: b8, x: f32[4]):
+    one: f32[2] = one
+    'layers.0'
+    region_1 = region_1(p, x)
+    y: f32[4] = region_1[0]
+    q: b8 = region_1[1]
+    r = region_0(y)
+    z: f32[4] = r[0]
+    'layers.1'
+    s = region_0(z)
+    v: f32[4] = s[0]
+    return ([v, q], [one], {'layers.0.w': z})
+""",
+    "arguments that hops leave out": """\
+def forward(w: f32[4, 2]):
+    a: f32[8, 2] = all_gather(w, 'gpu', 2, params=['w'])
+    b: f32[8, 2] = wait(a)
+    return [b]
+""",
     "long headers": """\
 def forward(
     a_parameter_with_a_long_name_0: f32[4],
@@ -230,6 +282,36 @@ def test_text_may_be_indented_and_have_comments() -> None:
 def test_parsed_nodes_carry_val_alone() -> None:
     graph = parse(KEPT["bodies of higher-order ops"])
     assert {key for node in graph.nodes for key in node.meta} == {"val"}
+
+
+def test_modules_and_regions_are_parsed() -> None:
+    graph = parse(KEPT["modules"])
+    modules = {node.name: node.meta.get("module") for node in graph.nodes}
+    assert [modules[name] for name in "xytuznm"] == [None, None, "blocks.0.mlp", "blocks.0.mlp", "", None, "head"]
+    graph = parse(KEPT["regions"])
+    first, second = [node.target for node in graph.nodes if node.name in "rs"]
+    assert isinstance(first, Region)
+    assert first is second
+    assert (first.name, first.modules) == ("region_0", ["layers.0", "layers.1"])
+
+
+def test_regions_have_the_key_that_they_were_made_with() -> None:
+    text = "def forward(x: f32[4]):\n    'layers.0'\n    y = neg(x)\n    'layers.1'\n    z = neg(y)\n    return [z]"
+    made: dict[str, Region] = {}
+    again = parse(to_text(regions(parse(text), made)))
+    assert {node.target.key for node in again.nodes if isinstance(node.target, Region)} == set(made)
+
+
+def test_hops_may_leave_arguments_out() -> None:
+    (start,) = ops.hops(parse(KEPT["arguments that hops leave out"]), "gather")
+    assert (ops.hop(start).purpose, ops.hop(start).again) == ("gather", False)
+
+
+def test_the_line_of_a_node_is_the_one_in_its_graph() -> None:
+    for text in KEPT.values():
+        graph = parse(text)
+        for node in graph.nodes:
+            assert line_of(node) in text
 
 
 def test_parsed_graph_runs() -> None:
@@ -443,6 +525,10 @@ REFUSED = {
             "`9 ** 9` is not in the text form\n  at: line 2: z = mul.Tensor(x, 9**9)\n"
             "  fix: an argument is a literal, a name or a list of them; give every op a line of its own"
         ),
+    ),
+    "a module of another kind": (
+        INPUTS + "3\n    return x",
+        ("`3` is not in the text form\n  at: line 2: 3\n  fix: write lines of the form `name: type = op(args)`"),
     ),
     "no return": (
         INPUTS + "z = relu(x)",

@@ -1,0 +1,205 @@
+"""Bad input at run time: every rank raises, says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardc
+from world import run
+
+TOPOLOGY = shardc.Topology(node=2, gpu=2)
+
+
+def compiled(model: nn.Module, plan: shardc.Plan | None = None, **options: object) -> nn.Module:
+    options = {"backend": "eager", "timeout_s": 10.0, **options}
+    return shardc.compile(model, plan or shardc.Plan.zero3(TOPOLOGY), progress=lambda line: None, **options)
+
+
+# The process group
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(shardc.Error, match="the process group is not initialised") as error:
+        compiled(nn.Linear(2, 2))
+    assert "fix: torch.distributed.init_process_group(...) before, under torchrun with 4 ranks" in str(error.value)
+
+
+def wrong_world() -> None:
+    with pytest.raises(shardc.Error, match=re.escape("Topology(node=2, gpu=2) has 4 ranks, the job has 2")):
+        compiled(nn.Linear(2, 2))
+
+
+def test_world_of_another_size_than_the_mesh() -> None:
+    run(wrong_world, 2)
+
+
+def axes_across_hosts() -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "3"
+    wide = shardc.Plan.zero3(shardc.Topology(node=3, gpu=2))
+    with pytest.raises(shardc.Error, match="a host runs 3 ranks .* an axis would straddle hosts") as error:
+        compiled(nn.Linear(2, 2), wide)
+    assert "fix: make the inner axes multiply to 3" in str(error.value)
+
+
+def test_axes_that_contradict_the_launcher() -> None:
+    run(axes_across_hosts, 6)
+
+
+# Ranks that differ
+
+
+def another_plan() -> None:
+    rank = dist.get_rank()
+    plan = shardc.Plan.zero3(TOPOLOGY) if rank != 2 else shardc.Plan.hpz(TOPOLOGY)
+    start = time.monotonic()
+    with pytest.raises(shardc.Error, match="Ranks disagree on the plan and model: line 3 .* on rank 2 and") as error:
+        compiled(nn.Linear(2, 2), plan)
+    assert "after_forward" in str(error.value)
+    assert time.monotonic() - start < 10
+
+
+def test_ranks_with_another_plan_are_named_on_every_rank() -> None:
+    run(another_plan, 4)
+
+
+def another_model() -> None:
+    model = nn.Linear(3 if dist.get_rank() == 1 else 2, 2)
+    with pytest.raises(shardc.Error, match=re.escape("'weight: torch.float32[2, 3] trainable=True' on rank 1 and 'w")):
+        compiled(model)
+
+
+def test_ranks_with_another_model_are_named_by_their_first_different_parameter() -> None:
+    run(another_model, 4)
+
+
+def one_stays_away() -> None:
+    if dist.get_rank() == 3:
+        time.sleep(4)
+        return
+    start = time.monotonic()
+    with pytest.raises(shardc.Error, match="Not all ranks came to compare their plan and model within 2 s"):
+        compiled(nn.Linear(2, 2), timeout_s=2.0)
+    assert time.monotonic() - start < 10
+
+
+def test_a_rank_that_never_compiles() -> None:
+    run(one_stays_away, 4, timeout_s=30)
+
+
+class Sometimes(nn.Module):
+    """Rank 1 computes something else with the same parameters."""
+
+    def __init__(self, other: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.other = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.first(x) if self.other else self.second(self.first(x))).sum()
+
+
+def another_graph() -> None:
+    model = compiled(Sometimes(dist.get_rank() == 1))
+    with pytest.raises(shardc.Error, match="Ranks disagree on the collectives: .* on rank 1"):
+        model(torch.ones(2, 2))
+
+
+def test_ranks_whose_graphs_have_other_collectives() -> None:
+    run(another_graph, 4)
+
+
+# What this machine lacks
+
+
+def test_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(
+        shardc.Error, match=r"torch 2\.9\.1\+cpu is older than shardc supports.\n  fix: Install torch 2.11"
+    ):
+        compiled(nn.Linear(2, 2))
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(shardc.Error, match=r"Unknown backend 'inducto'.\n  fix: Choose one of inductor, "):
+        compiled(nn.Linear(2, 2), backend="inducto")
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(shardc.Error, match=r"needs a C\+\+ compiler.*which this machine does not have") as error:
+        compiled(nn.Linear(2, 2), backend="inductor")
+    assert "or pass backend='eager'" in str(error.value)
+
+
+# Models and plans
+
+
+class Prints(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        print("mean", y.mean().item())  # here
+        return y.sum()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:  # here
+            return y.sum()
+        return -y.sum()
+
+
+def here(cls: type) -> str:
+    """file:line of the line that is marked in a class."""
+    lines, start = inspect.getsourcelines(cls)
+    return f"{__file__}:{start + next(i for i, line in enumerate(lines) if line.rstrip().endswith('# here'))}"
+
+
+@pytest.mark.parametrize("cls", [Prints, Branches])
+def test_graph_break_names_the_users_line_and_the_remedy(cls: type) -> None:
+    with pytest.raises(shardc.Error, match="cannot be captured as one graph") as error:
+        shardc.trace(cls(), shardc.Plan.zero3(TOPOLOGY), torch.ones(2, 2))
+    assert f"  at: {here(cls)}" in str(error.value)
+    assert "  fix: " in str(error.value)
+
+
+def breaks() -> None:
+    plan = shardc.Plan.zero3(shardc.Topology(node=1, gpu=1))
+    for cls in (Prints, Branches):
+        model = compiled(cls(), plan)
+        with pytest.raises(shardc.Error, match="cannot be captured as one graph") as error:
+            model(torch.ones(2, 2))
+        assert f"  at: {here(cls)}" in str(error.value)
+
+
+def test_graph_break_of_a_compiled_model() -> None:
+    run(breaks, 1)
+
+
+def override_of_nothing() -> None:
+    plan = shardc.Plan.zero3(shardc.Topology(node=1, gpu=1), overrides={"wieght": {"params": "replicated"}})
+    with pytest.raises(shardc.Error, match="override 'wieght' matches no parameter") as error:
+        compiled(nn.Linear(2, 2), plan)
+    assert "the closest names are 'weight'" in str(error.value)
+
+
+def test_override_that_matches_no_parameter() -> None:
+    run(override_of_nothing, 1)
