@@ -32,7 +32,8 @@ def check_version() -> None:
 def export_joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """AOTAutograd's joint graph of a Dynamo graph, decomposed for Inductor (forward only where grad mode is off).
 
-    Inputs of the Dynamo graph are inputs of the joint graph, in order; the output node carries descriptors in meta["desc"].
+    Inputs of the Dynamo graph are inputs of the joint graph, in order; the output node carries descriptors in
+    meta["desc"].
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._inductor.decomposition import select_decomp_table
@@ -78,8 +79,8 @@ def _mode_of(module: fx.GraphModule) -> Any:
 
 
 def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """Inductor on one closed graph: a callable that takes (and empties) a list of inputs. Outputs have the strides that the
-    graph says, and ops keep their order as far as collectives are concerned."""
+    """Inductor on one closed graph: a callable that takes (and empties) a list of inputs. Outputs have the strides
+    that the graph says, and ops keep their order as far as collectives are concerned."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -113,12 +114,13 @@ def _real_constants(mode: Any) -> Iterator[None]:
 
 
 def seeded(op: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in for an op outside of Inductor. There its seeded random ops ignore their seed, and a backward would not draw
-    the mask of its forward again."""
-    return {
+    """What stands in for an op outside of Inductor. There its seeded random ops ignore their seed, and a backward
+    would not draw the mask of its forward again."""
+    stand_ins: dict[Any, Callable[..., Any]] = {
         torch.ops.prims.inductor_random.default: _random,
         torch.ops.prims.inductor_randint.default: _randint,
-    }.get(op, op)
+    }
+    return stand_ins.get(op, op)
 
 
 def _random(size: Sequence[int], seed: torch.Tensor, mode: str, **kwargs: Any) -> torch.Tensor:
@@ -135,7 +137,8 @@ def _generator(seed: torch.Tensor) -> torch.Generator:
 
 @contextlib.contextmanager
 def ignored_logging() -> Iterator[None]:
-    """Dynamo leaves calls of loggers out of the graph; otherwise each is a graph break, in code that the user does not own."""
+    """Dynamo leaves calls of loggers out of the graph; otherwise each is a graph break, in code that the user does
+    not own."""
     # Its own `config.patch` takes 0.1 ms, and this is around every call of a model.
     ignored = torch._dynamo.config.ignore_logging_functions
     methods = {method for method in vars(logging.Logger).values() if callable(method)} - ignored

@@ -1,7 +1,7 @@
 """Agree: before the first collective, every rank compares what it is about to do with rank 0, through the store.
 
-A collective that only some ranks issue hangs. The store does not: each rank reads rank 0's text, compares, and reports; all
-wait for all reports, so every rank raises, within the timeout, and names the first difference.
+A collective that only some ranks issue hangs. The store does not: each rank reads rank 0's text, compares, and
+reports; all wait for all reports, so every rank raises, within the timeout, and names the first difference.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ _rounds = 0
 
 
 def agree(what: str, lines: Sequence[str], timeout_s: float, *, ordered: bool = True) -> list[str]:
-    """Compares `lines` with rank 0's (their order too, if `ordered`); returns rank 0's. `what` names what is compared."""
+    """Compares `lines` with rank 0's (their order too, if `ordered`); returns rank 0's. `what` names what is
+    compared."""
     global _rounds
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(lines)
     _rounds += 1
-    return _compare(dist.PrefixStore(f"shardc/{_rounds}", _torch.default_store()), what, list(lines), timedelta(seconds=timeout_s), ordered)
+    return _compare(
+        dist.PrefixStore(f"shardc/{_rounds}", _torch.default_store()),
+        what,
+        list(lines),
+        timedelta(seconds=timeout_s),
+        ordered,
+    )
 
 
 def _compare(store: dist.Store, what: str, lines: list[str], timeout: timedelta, ordered: bool) -> list[str]:
@@ -55,7 +62,8 @@ def _wait(store: dist.Store, key: str, what: str, timeout: timedelta) -> None:
     except dist.DistStoreError as error:
         raise Error(
             f"Not all ranks came to compare their {what} within {timeout.total_seconds():.0f} s.",
-            fix="Look for a rank that died or is behind; pass a larger `timeout_s` to shardc.compile if it is only slow.",
+            fix="Look for a rank that died or is behind; "
+            "pass a larger `timeout_s` to shardc.compile if it is only slow.",
         ) from error
 
 

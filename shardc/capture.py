@@ -1,9 +1,9 @@
 """Capture: the model's forward, as the user wrote it, becomes one joint graph (forward + backward).
 
-`torch.compile` is the front door: Dynamo takes the full graph, guards on whatever it depends on (shapes, dtypes, structure,
-train/eval, grad mode, autocast, requires_grad, hooks, plain attributes), calls again when a guard fails, and puts the
-user's own output objects together again. While it traces, and whenever the model runs, each parameter is stood in
-for by a *hollow* one: same shape, dtype and device, no storage. So nothing of full size is ever there.
+`torch.compile` is the front door: Dynamo takes the full graph, guards on whatever it depends on (shapes, dtypes,
+structure, train/eval, grad mode, autocast, requires_grad, hooks, plain attributes), calls again when a guard fails,
+and puts the user's own output objects together again. While it traces, and whenever the model runs, each parameter is
+stood in for by a *hollow* one: same shape, dtype and device, no storage. So nothing of full size is ever there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def capture(module: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, s
     joint = _torch.export_joint(module, inputs)
     graph = joint.graph
     nodes = list(placeholders(graph).values())
-    wanted = [_input_name(node, value, names) for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)]
+    wanted = [
+        _input_name(node, value, names)
+        for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    ]
     for node, name in zip(nodes, wanted, strict=False):
         _rename(node, name)
     _set_modules(graph)

@@ -1,4 +1,5 @@
-"""The spine. `build` is the architecture: a line a stage, from the user's forward to a program; `compile` puts it into a model."""
+"""The spine. `build` is the architecture: a line a stage, from the user's forward to a program; `compile` puts it
+into a model."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from passes.build import copy, outputs, set_outputs
+from passes.build import outputs, set_outputs
 from passes.errors import Error
 from passes.insert import Param, insert
 from passes.order import Orders
@@ -23,7 +24,7 @@ from passes.partition import partition
 from passes.verify import verify
 from shardc import _torch
 from shardc.agree import agree
-from shardc.capture import Captured, capture
+from shardc.capture import capture
 from shardc.lower import Lowering, check_backend
 from shardc.model import adopt, hollows, materialise, named, params_of, same_random_numbers, shard_leaf, slots
 from shardc.plan import Plan
@@ -40,8 +41,8 @@ def build(
     run: Runner,
     orders: Orders,
 ) -> Program:
-    """Dynamo's graph of one call -> a program. `names` tells the hollow parameters and the buffers among the inputs; `orders` are
-    those that collectives have had before."""
+    """Dynamo's graph of one call -> a program. `names` tells the hollow parameters and the buffers among the inputs;
+    `orders` are those that collectives have had before."""
     captured = run("capture", capture, module, inputs, names)
     own = {node: params[name] for node, name in captured.params.items()}
     layouts = {node: param.layout for node, param in own.items()}
@@ -82,8 +83,9 @@ def compile(
     """Shards `model` in place according to `plan` and returns it; it is compiled at its first call.
 
     init: a function of one module that gives values to parameters on the meta device (default: transformers' own, or
-    `reset_parameters`). dynamic: dims of inputs are symbolic. timeout_s: how long ranks wait for each other when they compare
-    plan and program. progress: called with a line of text as compilation goes on (default: rank 0 writes to stderr).
+    `reset_parameters`). dynamic: dims of inputs are symbolic. timeout_s: how long ranks wait for each other when
+    they compare plan and program. progress: called with a line of text as compilation goes on (default: rank 0 writes
+    to stderr).
     Raises `shardc.Error` for a plan that does not fit the model or the process group, and where ranks disagree.
     """
     _torch.check_version()
@@ -139,9 +141,14 @@ class Compiler:
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy with a code object of its own. Dynamo keeps its cache by code object; models of one class do not share theirs."""
+    """A copy with a code object of its own. Dynamo keeps its cache by code object; models of one class do not share
+    theirs."""
     new = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     new.__kwdefaults__ = function.__kwdefaults__
     return new
@@ -176,7 +183,8 @@ def graph_break(error: torch._dynamo.exc.Unsupported) -> Error:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Tracing makes millions of small objects and no garbage worth looking for: collections cost a third of the time."""
+    """Tracing makes millions of small objects and no garbage worth looking for: collections cost a third of the
+    time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -123,7 +123,9 @@ def _rows_in_aten(module: fx.GraphModule, node: fx.Node) -> None:
             new = write(aten.constant_pad_nd.default, x, [0, 0] * (value.dim() - 1) + [0, padded - rows], 0.0)
         else:
             # Gathering is what fuses: row i of the result is row inverse[i] of x, or the zero row behind it.
-            inverse = torch.full((padded,), rows, device=value.device).index_copy_(0, index, torch.arange(rows, device=value.device))
+            inverse = torch.full((padded,), rows, device=value.device).index_copy_(
+                0, index, torch.arange(rows, device=value.device)
+            )
             longer = write(aten.constant_pad_nd.default, x, [0, 0] * (value.dim() - 1) + [0, 1], 0.0)
             new = write(aten.index_select.default, longer, 0, _constant(module, inverse, write))
     if new.meta["val"].stride() != node.meta["val"].stride():

@@ -1,7 +1,7 @@
 """The model, sharded in place: leaves, initial values, and the class that the user's object becomes.
 
-Names, methods, attributes and `isinstance` stay; each parameter becomes a DTensor on the one full mesh, listed inner axis first:
-`Shard(0)` on the axes of the optim rung, `Replicate` on the others.
+Names, methods, attributes and `isinstance` stay; each parameter becomes a DTensor on the one full mesh, listed inner
+axis first: `Shard(0)` on the axes of the optim rung, `Replicate` on the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from passes.insert import Param
 from passes.layout import Layout
 from shardc.capture import hollow
 from shardc.plan import Plan
-from shardc.step import Runtime, Sharded
+from shardc.step import Runtime
 
 Slot = tuple[dict[str, Any], str, str]
 """a module's dict of parameters, the key in it, the parameter's name"""
@@ -70,7 +70,8 @@ def hollows(plan: Plan, parameters: dict[str, nn.Parameter], device: torch.devic
 
 
 def shard_leaf(p: torch.Tensor, param: Param, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
-    """Rank 0's value, cut; the local tensor is the head of a buffer of `piece_rows` rows, so that it travels without a copy."""
+    """Rank 0's value, cut; the local tensor is the head of a buffer of `piece_rows` rows, so that it travels without
+    a copy."""
     layout = param.layout
     full = p.detach().to(device).contiguous()
     if mesh.size() > 1:
@@ -112,8 +113,8 @@ Initialiser = Callable[[nn.Module], None]
 def materialise(
     model: nn.Module, module: nn.Module, prefix: str, device: torch.device, init: Initialiser | None
 ) -> dict[str, torch.Tensor]:
-    """Full values of the parameters that one module owns on the meta device. Every rank draws the same ones, in the order of the
-    modules, so they do not depend on the mesh."""
+    """Full values of the parameters that one module owns on the meta device. Every rank draws the same ones, in the
+    order of the modules, so they do not depend on the mesh."""
     own = [key for key, p in module._parameters.items() if p is not None and p.is_meta]
     buffers = [key for key, b in module._buffers.items() if b is not None and b.is_meta]
     if not own and not buffers:
@@ -159,7 +160,8 @@ def _initialiser(model: nn.Module, module: nn.Module, prefix: str) -> Initialise
     if hasattr(module, "reset_parameters"):
         return lambda m: m.reset_parameters()
     raise Error(
-        f"Module {prefix or type(module).__name__!r} has parameters or buffers on the meta device and no way to initialise them.",
+        f"Module {prefix or type(module).__name__!r} has parameters or buffers on the meta device "
+        "and no way to initialise them.",
         fix="Give it a `reset_parameters()` method, or pass `init=` (a function of one module) to shardc.compile.",
     )
 

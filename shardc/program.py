@@ -31,8 +31,8 @@ from shardc.runner import Runner
 
 @dataclass(eq=False)
 class Program:
-    """`forward` and `backward` are the graphs of a micro-batch that neither refreshes nor syncs (`backward` is None when
-    nothing is trained); `refreshed` and `variation` make the others."""
+    """`forward` and `backward` are the graphs of a micro-batch that neither refreshes nor syncs (`backward` is None
+    when nothing is trained); `refreshed` and `variation` make the others."""
 
     captured: Captured
     params: dict[str, Param]
@@ -69,8 +69,8 @@ class Program:
         return graph
 
     def variation(self, *, synced: bool, accumulated: Mapping[str, Param] | None = None) -> fx.Graph:
-        """The backward that adds to the accumulators `accumulated` (by placeholder name; by default to those of all parameters that
-        it has gradients for) and, if `synced`, brings the sums to the optim rung."""
+        """The backward that adds to the accumulators `accumulated` (by placeholder name; by default to those of all
+        parameters that it has gradients for) and, if `synced`, brings the sums to the optim rung."""
         if self.halves[1] is None:
             raise Error("This program has no backward: nothing in it is trained.")
         if accumulated is None:

@@ -1,4 +1,5 @@
-"""Runner: what happens around every stage and is in none of them. Progress, time, the laws, and copies for who wants to look."""
+"""Runner: what happens around every stage and is in none of them. Progress, time, the laws, and copies for who wants
+to look."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Step: the runtime of one compiled model. Parameters at rest, copies, accumulators, and the autograd function around
 the two outer callables of a program.
 
-What lives between steps is visible here and nowhere else: per parameter the DTensor that the user sees (optim rung), a compute copy
-where the params rung is below optim, and an accumulator where grads is not on the optim rung.
+What lives between steps is visible here and nowhere else: per parameter the DTensor that the user sees (optim rung),
+a compute copy where the params rung is below optim, and an accumulator where grads is not on the optim rung.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Runtime:
         self.stale.update(name for name, p in self.params.items() if p.param.has_copy)
 
     def notice_updates(self) -> None:
-        """An update written by hand bumps the version of the DTensor. It is only one of the signs: foreach and fused optimizers
-        bump nothing, which is why steps and synced backwards count as well."""
+        """An update written by hand bumps the version of the DTensor. It is only one of the signs: foreach and fused
+        optimizers bump nothing, which is why steps and synced backwards count as well."""
         for name, p in self.params.items():
             if p.param.has_copy and p.tensor._version != p.seen_version:
                 p.seen_version = p.tensor._version
@@ -212,16 +212,16 @@ class Step:
 
     def _as_traced(self, tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Regions were compiled for dense tangents; the expanded one of a `.sum()` has stride 0."""
-        return [t if t.stride() == s else torch.empty_strided(t.shape, s, dtype=t.dtype, device=t.device).copy_(t)
-                for t, s in zip(tangents, self.tangent_strides, strict=True)]
+        return [
+            t if t.stride() == s else torch.empty_strided(t.shape, s, dtype=t.dtype, device=t.device).copy_(t)
+            for t, s in zip(tangents, self.tangent_strides, strict=True)
+        ]
 
     def _waiting(self, synced: bool) -> dict[str, Sharded]:
         """Parameters whose earlier gradients this backward adds to."""
         own = {p.name for p in self.params.values()}
         return {
-            _key(p): p
-            for p in self.runtime.params.values()
-            if p.accumulator is not None and (synced or p.name in own)
+            _key(p): p for p in self.runtime.params.values() if p.accumulator is not None and (synced or p.name in own)
         }
 
     def _backward(self, synced: bool, waiting: dict[str, Sharded]) -> Callable[[list[Any]], Any]:
@@ -247,7 +247,8 @@ def _key(p: Sharded) -> str:
 
 
 class _Autograd(torch.autograd.Function):
-    """The seam to autograd: the parameters (DTensors) and the flat inputs go in, gradients on the optim rung come out."""
+    """The seam to autograd: the parameters (DTensors) and the flat inputs go in, gradients on the optim rung come
+    out."""
 
     @staticmethod
     def forward(ctx: Any, step: Step, *inputs: Any) -> tuple[Any, ...]:
@@ -257,7 +258,9 @@ class _Autograd(torch.autograd.Function):
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
         ctx.scalars = [None if isinstance(v, torch.Tensor) else v for v in saved]
         differentiable = [False] * len(captured.mutated) + captured.differentiable
-        ctx.mark_non_differentiable(*(o for o, d in zip(outs, differentiable, strict=True) if not d and isinstance(o, torch.Tensor)))
+        ctx.mark_non_differentiable(
+            *(o for o, d in zip(outs, differentiable, strict=True) if not d and isinstance(o, torch.Tensor))
+        )
         ctx.differentiable = differentiable
         return tuple(outs)
 

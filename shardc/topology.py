@@ -270,7 +270,7 @@ def _slurm_counts(env: Mapping[str, str]) -> list[int]:
     tasks = _count("SLURM_NTASKS", env["SLURM_NTASKS"])
     counts = _slurm_list(env, tasks)
     nodes = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES"))
-    if counts and (sum(counts) != tasks or nodes is not None and len(counts) != _count("the number of nodes", nodes)):
+    if counts and (sum(counts) != tasks or (nodes is not None and len(counts) != _count("the number of nodes", nodes))):
         raise Error(
             f"nodes have unequal numbers of ranks, or Slurm's variables disagree: {tasks} tasks, "
             f"{_short(counts)} a node" + (f", {nodes} nodes" if nodes else ""),

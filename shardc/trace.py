@@ -32,8 +32,10 @@ def trace(
     progress: Callable[[str], None] = lambda stage: None,
     **kwargs: Any,
 ) -> Program:
-    """The program of `model(*args, **kwargs)` under `plan`. The model (which may be on the meta device) is left as it is; arguments
-    may be on the meta device too. Graphs are kept after every stage (`program.after("insert")`) unless `keep` is False."""
+    """The program of `model(*args, **kwargs)` under `plan`. The model (which may be on the meta device) is left as
+    it is; arguments
+    may be on the meta device too. Graphs are kept after every stage (`program.after("insert")`) unless `keep` is
+    False."""
     _torch.check_version()
     parameters = named(model)
     params = params_of(plan, parameters)
@@ -68,9 +70,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 @contextmanager
-def _swapped(
-    model: nn.Module, parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]
-) -> Iterator[None]:
+def _swapped(model: nn.Module, parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> Iterator[None]:
     """The model with other parameters and buffers, for as long as it is traced."""
     places: list[tuple[dict[str, Any], str, Any]] = [(d, k, parameters[n]) for d, k, n in slots(model)]
     for prefix, module in model.named_modules():

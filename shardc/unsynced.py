@@ -14,8 +14,8 @@ from passes.errors import Error
 class UnsyncedGradient(torch.Tensor):
     """A gradient without storage that says no to every use but `zero_grad`, in either form.
 
-    An optimizer or `clip_grad_norm_` that meets one would work on gradients that are not there yet; an error is better than a
-    step that silently leaves them out.
+    An optimizer or `clip_grad_norm_` that meets one would work on gradients that are not there yet; an error is
+    better than a step that silently leaves them out.
     """
 
     parameter: str
@@ -47,7 +47,8 @@ class UnsyncedGradient(torch.Tensor):
             return super().__torch_function__(func, types, tuple(args), kwargs)
         marker = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, UnsyncedGradient))
         raise Error(
-            f"The gradient of {marker.parameter!r} is not synced yet: its micro-batches are accumulating on another rung.",
+            f"The gradient of {marker.parameter!r} is not synced yet: "
+            "its micro-batches are accumulating on another rung.",
             where=getattr(func, "__name__", str(func)),
             fix="Run the last micro-batch's backward outside of no_sync() (set_requires_gradient_sync(True)) first.",
         )
@@ -59,8 +60,18 @@ class UnsyncedGradient(torch.Tensor):
 
 _ZEROS = (torch.Tensor.zero_, torch._foreach_zero_)
 # Optimizers read it of every gradient before they change the first parameter: a step that raises has changed nothing.
-_READ_FIRST = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
-_HARMLESS = {"__get__", "detach_", "requires_grad_", "size", "stride", "dim", "numel", "is_floating_point", "is_complex"}
+_READ_FIRST = torch.Tensor.is_sparse.__get__
+_HARMLESS = {
+    "__get__",
+    "detach_",
+    "requires_grad_",
+    "size",
+    "stride",
+    "dim",
+    "numel",
+    "is_floating_point",
+    "is_complex",
+}
 
 
 def _zero(func: Callable[..., Any], target: Any) -> Any:

@@ -143,7 +143,8 @@ def dropout_errors(cases: list[tuple[str, bool]]) -> list[float]:
 
 
 def dropout_error(backend: str, checkpointed: bool) -> float:
-    """The gradient against that of the mask that the output shows. The mask comes from the seed and from nothing else."""
+    """The gradient against that of the mask that the output shows. The mask comes from the seed and from nothing
+    else."""
     model, reference = quietly(models.Dropping(checkpointed=checkpointed), ZERO3, backend), models.Dropping()
     rank = dist.get_rank()
     x = torch.randn(40, 10, generator=torch.Generator().manual_seed(rank))

@@ -1,7 +1,7 @@
 """Runtime: updates, micro-batches, clearing and clipping on real Gloo processes, by value against one process.
 
-Every story runs on 4 ranks as 2 nodes of 2 GPUs. The plan is PaRO's IIG unless it says otherwise: copies on the gpu rung,
-accumulators on the gpu rung, optimizer on all, so each kind of state is there.
+Every story runs on 4 ranks as 2 nodes of 2 GPUs. The plan is PaRO's IIG unless it says otherwise: copies on the gpu
+rung, accumulators on the gpu rung, optimizer on all, so each kind of state is there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python examples/bench/compile_time.py --layers 8 32 80 --world 1024
 
-Everything but Inductor runs on a model of Llama-70B's widths on the meta device, for a mesh of any size, in one process. Inductor
+Everything but Inductor runs on a model of Llama-70B's widths on the meta device, for a mesh of any size, in one
+process. Inductor
 compiles the distinct regions of a narrow model of the same depth; beside it, in the same run, Inductor on whole graphs.
 """
 
@@ -14,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from llama import Config, Llama
 
 import shardc
-from llama import Config, Llama
 from passes.regions import Region, regions
 from shardc.lower import Lowering
 

@@ -1,11 +1,11 @@
 """Correct: is training under every plan that of one process? On real Gloo processes of this machine.
 
-    python examples/bench/correct.py                       # every plan on 2x2, 1 and 3 micro-batches, eager and inductor
-    python examples/bench/correct.py --plans 2/1/2/2 --backends eager --topology node=3,gpu=2
+    python examples/bench/correct.py                       # every plan on 2x2, 1 and 3 micro-batches, eager and
+    inductor python examples/bench/correct.py --plans 2/1/2/2 --backends eager --topology node=3,gpu=2
 
 A row is a plan: the rungs of params, after_forward, grads and optim as numbers of inner axes. Cells are the worst error
-of all losses, gradients and parameters over 3 AdamW steps, relative to the largest magnitude of each tensor. Exits with 1
-when one is above 1e-5.
+of all losses, gradients and parameters over 3 AdamW steps, relative to the largest magnitude of each tensor. Exits
+with 1 when one is above 1e-5.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import shardc  # noqa: E402
 from training import LIMIT, one_process, sharded, spelled, worst_error  # noqa: E402
 from world import RankError, run  # noqa: E402
-
-import shardc  # noqa: E402
 
 STEPS = 3
 

@@ -2,8 +2,10 @@
 
     torchrun --standalone --nproc-per-node 4 examples/bench/memory.py
 
-Counts the storages that each state really holds on each rank (the largest rank is shown): the parameters' and gradients' local tensors,
-AdamW's state, compute copies, and the accumulators between two micro-batches. Exits non-zero when a total is off by more than 3%.
+Counts the storages that each state really holds on each rank (the largest rank is shown): the parameters' and
+gradients' local tensors,
+AdamW's state, compute copies, and the accumulators between two micro-batches. Exits non-zero when a total is off by
+more than 3%.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from llama import Config, Llama
 
 import shardc
-from llama import Config, Llama
 from shardc.plan import Plan, state_bytes
 
 TOPOLOGY = shardc.Topology(node=2, gpu=2)

@@ -1,8 +1,10 @@
-"""What shardc costs where there is nothing to communicate: one process, step time and peak memory against `torch.compile`.
+"""What shardc costs where there is nothing to communicate: one process, step time and peak memory against
+`torch.compile`.
 
     python examples/bench/overhead.py
 
-Both train the same Llama-like model on the same batches, a step of the one after a step of the other, so that drift of the machine
+Both train the same Llama-like model on the same batches, a step of the one after a step of the other, so that drift
+of the machine
 hits both. Peak memory is the allocator's on a GPU; on a CPU it is the resident peak of a process of its own for each.
 """
 
@@ -18,9 +20,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from llama import Config, Llama
 
 import shardc
-from llama import Config, Llama
 
 SIZES = {
     "cpu": (Config(), 2),
@@ -32,7 +34,8 @@ def main() -> None:
     args = arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.memory_of:
-        return print(peak_mb(args.memory_of, device, args.steps))
+        print(peak_mb(args.memory_of, device, args.steps))
+        return
     ours, theirs = step_function("shardc", device), step_function("torch.compile", device)
     pairs = [(timed(ours), timed(theirs)) for _ in range(args.steps)]
     a, b = (statistics.median(times) for times in zip(*pairs, strict=True))
