@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from passes.build import outputs, set_outputs
 from passes.errors import Error
@@ -30,7 +29,7 @@ from shardc.model import adopt, hollows, materialise, named, params_of, same_ran
 from shardc.plan import Plan
 from shardc.program import Program
 from shardc.runner import Runner
-from shardc.step import Runtime, Sharded, Step
+from shardc.step import Runtime, Sharded, Step, watch_optimizers
 
 
 def build(
@@ -91,17 +90,17 @@ def compile(
     _torch.check_version()
     check_backend(backend)
     device = _device()
-    mesh = plan.topology.mesh(device.type)
-    _torch.silence_flatten_advice(mesh)
     parameters = named(model)
     params = params_of(plan, parameters)
     agree("plan and model", _description(plan, backend, parameters), timeout_s)
+    mesh = plan.topology.mesh(device.type)
+    _torch.silence_flatten_advice(mesh)
     sharded = _shard(model, plan, params, mesh, device, init)
     groups = {axis: mesh.get_group(axis).group_name for axis, size in plan.topology.inner}
     progress = progress or _to_stderr
     runtime = Runtime(sharded, Lowering(backend, groups, progress))
     compiler = Compiler(model, params, runtime, timeout_s, progress)
-    register_optimizer_step_post_hook(runtime.after_optimizer_step)
+    watch_optimizers(runtime)
     return adopt(model, runtime, compiler.call(dynamic))
 
 

@@ -117,7 +117,7 @@ def _rows_in_aten(module: fx.GraphModule, node: fx.Node) -> None:
             new = (
                 write(aten.slice.Tensor, x, 0, 0, rows)
                 if isinstance(index, slice)
-                else write(aten.index_select.default, x, 0, _constant(module, index, write))
+                else write(aten.index.Tensor, x, [_constant(module, index, write)])
             )
         elif isinstance(index, slice):
             new = write(aten.constant_pad_nd.default, x, [0, 0] * (value.dim() - 1) + [0, padded - rows], 0.0)
@@ -127,7 +127,7 @@ def _rows_in_aten(module: fx.GraphModule, node: fx.Node) -> None:
                 0, index, torch.arange(rows, device=value.device)
             )
             longer = write(aten.constant_pad_nd.default, x, [0, 0] * (value.dim() - 1) + [0, 1], 0.0)
-            new = write(aten.index_select.default, longer, 0, _constant(module, inverse, write))
+            new = write(aten.index.Tensor, longer, [_constant(module, inverse, write)])
     if new.meta["val"].stride() != node.meta["val"].stride():
         with module.graph.inserting_before(node):
             new = write(aten.clone.default, new, memory_format=torch.contiguous_format)

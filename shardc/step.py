@@ -7,6 +7,7 @@ a compute copy where the params rung is below optim, and an accumulator where gr
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from passes.accumulate import accumulator_dtype
 from passes.insert import Param
@@ -110,8 +112,8 @@ class Runtime:
                 p.seen_version = p.tensor._version
                 self.stale.add(name)
 
-    def after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """torch's hook behind every optimizer's step: was it one on our parameters?"""
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Was it a step on our parameters?"""
         own = {id(p.tensor) for p in self.params.values()}
         if any(id(q) in own for group in optimizer.param_groups for q in group["params"]):
             self.mark_stale()
@@ -146,6 +148,18 @@ class Runtime:
         finally:
             for owner, key, p in slots:
                 owner[key] = p.tensor
+
+
+def watch_optimizers(runtime: Runtime) -> None:
+    """Any optimizer's step on the runtime's parameters marks them stale, for as long as the runtime lives."""
+    alive = weakref.ref(runtime)
+
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = alive()
+        if found is not None:
+            found.after_optimizer_step(optimizer)
+
+    weakref.finalize(runtime, register_optimizer_step_post_hook(after_step).remove)
 
 
 class Step:

@@ -50,8 +50,8 @@ def llama(tied: bool = False, **changes: Any) -> nn.Module:
     """The default configuration (so it returns a cache too), only small."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    size = dict(vocab_size=VOCABULARY, hidden_size=12, intermediate_size=20, num_hidden_layers=2)
-    heads = dict(num_attention_heads=2, num_key_value_heads=1)
+    size = {"vocab_size": VOCABULARY, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=tied, **size | heads | changes))
 
 
