@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import shutil
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import Error
 
@@ -199,68 +199,37 @@ def silence_flatten_advice(mesh: Any) -> None:
         warned.update((hash(mesh), order, "no_flattened_mesh") for order in orders)
 
 
-# A process group's methods under the names of all versions: what they do, and the argument that holds the full payload.
-_METHODS = {
-    **dict.fromkeys(("allreduce", "allreduce_coalesced"), ("all_reduce", 0)),
-    **dict.fromkeys(("_allgather_base", "allgather_into_tensor_coalesced"), ("all_gather", 0)),
-    **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), ("all_gather", 0)),
-    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_tensor_coalesced"), ("reduce_scatter", 1)),
-    **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_single_coalesced"), ("reduce_scatter", 1)),
-    **dict.fromkeys(("alltoall_base", "all_to_all_single"), ("all_to_all", 1)),
+class Watch(TorchDispatchMode):
+    """While open, `seen(kind, bytes of the input, group name)` is called for every functional collective, as it is
+    handed to its process group. A group written in Python, which C++ would call, stands nearer; behind one, under
+    Gloo's threads, memory was corrupted now and then."""
+
+    def __init__(self, seen: Callable[[str, int, str], None]):
+        super().__init__()
+        self.seen = seen
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles as if this were not there."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and func._opname in _COLLECTIVES:
+            tensors = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
+            self.seen(_COLLECTIVES[func._opname], sum(t.nbytes for t in tensors), args[-1])
+        return func(*args, **(kwargs or {}))
+
+
+_COLLECTIVES = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_to_all_single": "all_to_all",
 }
-
-
-@contextlib.contextmanager
-def watched(name: str, watch: Callable[[str, int, int], None]) -> Iterator[None]:
-    """While open, `watch(kind, bytes of the full payload, ranks)` sees every all_gather, reduce_scatter, all_reduce and
-    all_to_all on the process group called `name`.
-
-    Functional collectives look their group up by name. As long as this is open they find a group in Python, whose
-    methods C++ calls, and which calls the real one.
-    """
-    from torch._C import _distributed_c10d as c10d
-
-    real = c10d._resolve_process_group(name)
-    door = _door()(real, watch)
-    c10d._unregister_process_group(name)
-    c10d._register_process_group(name, door)
-    try:
-        yield
-    finally:
-        c10d._unregister_process_group(name)
-        c10d._register_process_group(name, real)
-
-
-@functools.cache
-def _door() -> Any:
-    import torch.distributed as dist
-
-    class Door(dist.ProcessGroup):
-        """Forwards to the real group and says what passes."""
-
-        def __init__(self, real: Any, watch: Callable[[str, int, int], None]):
-            super().__init__(real.rank(), real.size())
-            self.real, self.watch = real, watch
-
-        @property
-        def group_name(self) -> str:
-            return self.real.group_name
-
-    for method in _METHODS:
-        if hasattr(dist.ProcessGroup, method):
-            setattr(Door, method, _forward(method))
-    return Door
-
-
-def _forward(method: str) -> Callable[..., Any]:
-    kind, position = _METHODS[method]
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [args[position]] if isinstance(args[position], torch.Tensor) else args[position]
-        self.watch(kind, sum(t.nbytes for t in tensors), self.real.size())
-        return getattr(self.real, method)(*args, **kwargs)
-
-    return forward
 
 
 @contextlib.contextmanager
@@ -270,6 +239,11 @@ def many_signatures(limit: int = 64) -> Iterator[None]:
 
     with config.patch(recompile_limit=limit):
         yield
+
+
+def group_called(name: str) -> Any:
+    """The process group of a name."""
+    return torch._C._distributed_c10d._resolve_process_group(name)
 
 
 def default_store() -> Any:

@@ -139,7 +139,7 @@ def _constant(module: fx.GraphModule, value: torch.Tensor, write: Writer) -> fx.
     name = f"rows_{sum(1 for n in module.graph.nodes if n.op == 'get_attr')}"
     module.register_buffer(name, value, persistent=False)
     node = module.graph.get_attr(name)
-    node.meta["val"] = write.mode.from_tensor(value)
+    node.meta["val"] = write.mode.from_tensor(value, static_shapes=True)
     return node
 
 
@@ -197,7 +197,7 @@ class _Source:
     def call(self, node: fx.Node) -> str:
         if node.target is operator.getitem:
             return f"{node.args[0].name}[{node.args[1]!r}]"
-        op, args, kwargs = node.target, node.args, dict(node.kwargs)
+        op, args, kwargs = _torch.seeded(node.target), node.args, dict(node.kwargs)
         if ops.is_wait(node):
             op = torch.ops._c10d_functional.wait_tensor.default
         elif ops.is_start(node):

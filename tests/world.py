@@ -26,7 +26,7 @@ from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = ["torch.distributed.tensor", "warm"]
+PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd", "shardc"]
 _ENV = {
     "OMP_NUM_THREADS": "1",
     # Inductor would start a pool of compile workers in every rank.
