@@ -113,14 +113,24 @@ def _real_constants(mode: Any) -> Iterator[None]:
         mode.allow_non_fake_inputs = before
 
 
-def seeded(op: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in for an op outside of Inductor. There its seeded random ops ignore their seed, and a backward
-    would not draw the mask of its forward again."""
+def outside_inductor(op: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in for an op that is called outside of Inductor.
+
+    There Inductor's seeded random ops ignore their seed, and a backward would not draw the mask of its forward again.
+    And `all_gather_into_tensor` calls Gloo's coalesced all-gather, which corrupts the heap now and then when several
+    are in flight; the form with an output calls the plain one.
+    """
     stand_ins: dict[Any, Callable[..., Any]] = {
         torch.ops.prims.inductor_random.default: _random,
         torch.ops.prims.inductor_randint.default: _randint,
+        torch.ops._c10d_functional.all_gather_into_tensor.default: _all_gather,
     }
     return stand_ins.get(op, op)
+
+
+def _all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
+    return torch.ops._c10d_functional.all_gather_into_tensor_out.default(x, size, group, out=out)
 
 
 def _random(size: Sequence[int], seed: torch.Tensor, mode: str, **kwargs: Any) -> torch.Tensor:
@@ -222,6 +232,7 @@ class Watch(TorchDispatchMode):
 
 _COLLECTIVES = {
     "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
     "all_gather_into_tensor_coalesced": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",

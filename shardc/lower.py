@@ -197,14 +197,15 @@ class _Source:
     def call(self, node: fx.Node) -> str:
         if node.target is operator.getitem:
             return f"{node.args[0].name}[{node.args[1]!r}]"
-        op, args, kwargs = _torch.seeded(node.target), node.args, dict(node.kwargs)
+        op, args, kwargs = node.target, node.args, dict(node.kwargs)
         if ops.is_wait(node):
             op = torch.ops._c10d_functional.wait_tensor.default
         elif ops.is_start(node):
             op, args = _functional(node, self.lowering.groups)
             kwargs = {}
+        op = _torch.outside_inductor(op)
         parts = [_text(a, self.constant) for a in args] + [f"{k}={_text(v, self.constant)}" for k, v in kwargs.items()]
-        return f"{self.constant(op, getattr(op, '_opname', 'op'))}({', '.join(parts)})"
+        return f"{self.constant(op, getattr(op, '_opname', op.__name__.lstrip('_')))}({', '.join(parts)})"
 
     def constant(self, value: Any, name: str) -> str:
         """A global that holds a value; the same value has the same name."""
@@ -216,15 +217,20 @@ class _Source:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the values that nobody needs after it."""
+    """For each node the values that nobody needs after it. What a hop sends lives until its wait: the group may
+    still read it."""
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
-        for value in node.all_input_nodes:
+        for value in _used(node):
             if value not in seen:
                 seen.add(value)
                 last.setdefault(node, []).append(value)
     return last
+
+
+def _used(node: fx.Node) -> list[fx.Node]:
+    return [*node.all_input_nodes, node.args[0].args[0]] if ops.is_wait(node) else node.all_input_nodes
 
 
 def _text(value: Any, constant: Callable[[Any, str], str]) -> str:
