@@ -26,7 +26,7 @@ from gpt import GPT, Config
 from shardc.testing import count_bytes
 from text import batch
 
-STEPS = 120
+STEPS = 160
 WARMUP = 10
 MICRO_BATCHES = 2
 GLOBAL_BATCH = 32  # sequences a step, over all ranks and micro-batches
@@ -97,7 +97,7 @@ def main() -> int:
     losses, sent = train(model, device, rows)
     report.traffic(plan, model, MICRO_BATCHES, sent)
     report.title("Sample")
-    report.say(sample(model, b"def __init__(self", length=160, device=device))
+    report.say(sample(model, b"def __init__(self", length=100, device=device))
 
     failures = []
     if dist.get_rank() == 0:

@@ -211,8 +211,7 @@ def silence_flatten_advice(mesh: Any) -> None:
 
 class Watch(TorchDispatchMode):
     """While open, `seen(kind, bytes of the input, group name)` is called for every functional collective, as it is
-    handed to its process group. A group written in Python, which C++ would call, stands nearer; behind one, under
-    Gloo's threads, memory was corrupted now and then."""
+    handed to its process group."""
 
     def __init__(self, seen: Callable[[str, int, str], None]):
         super().__init__()

@@ -21,6 +21,7 @@ from passes.insert import Param
 from passes.layout import Layout
 from passes.order import Orders
 from passes.refresh import refresh
+from passes.regions import Region, regions
 from passes.schedule import schedule
 from passes.sync import sync
 from passes.text import to_text
@@ -105,7 +106,13 @@ class Program:
             self.made.clear()
 
     def after(self, stage: str) -> tuple[fx.Graph, ...]:
-        """The graphs as they stood after a stage: one joint graph up to `insert`, then forward and backward."""
+        """The graphs as they stood after a stage: one joint graph after `capture`, `decompose` and `insert`; forward
+        and backward after `partition`, `schedule` and `regions`."""
+        if stage == "schedule":
+            return self.forward, *([self.backward] if self.backward else [])
+        if stage == "regions":
+            known: dict[str, Region] = {}
+            return tuple(regions(graph, known) for graph in self.after("schedule"))
         if stage not in self.run.kept:
             raise Error(
                 f"No graph was kept after stage {stage!r} (kept: {', '.join(self.run.kept) or 'none'}).",

@@ -13,6 +13,8 @@ from torch import fx
 from passes.build import copy
 from shardc.capture import Captured
 
+_KEPT = ("capture", "decompose", "insert", "partition")
+
 
 @dataclass
 class Runner:
@@ -20,7 +22,7 @@ class Runner:
 
     progress: Callable[[str], None] = lambda stage: None
     keep: bool = False
-    """keep a copy of the graphs after each stage"""
+    """keep a copy of the graphs after each stage that makes the program (not of its variations)"""
     kept: dict[str, tuple[fx.Graph, ...]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     """time spent in each stage so far; the checks are a stage of their own"""
@@ -30,8 +32,8 @@ class Runner:
         start = time.perf_counter()
         result = function(*args, **kwargs)
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
-        if self.keep and (graphs := _graphs(result)):
-            self.kept[stage] = tuple(copy(graph) for graph in graphs)
+        if self.keep and stage in _KEPT:
+            self.kept[stage] = tuple(copy(graph) for graph in _graphs(result))
         return result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -22,7 +21,6 @@ def reference_losses(
     rows: int,
 ) -> list[float]:
     """Loss of the first steps on the batches of all ranks, joined to one batch a step."""
-    torch.set_num_threads(os.cpu_count() or 1)  # the other ranks wait
     optimizer, scheduler = build_optimizer(model)
     device = next(model.parameters()).device
     losses = []
