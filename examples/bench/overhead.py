@@ -34,14 +34,16 @@ def main() -> None:
     args = arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.memory_of:
-        print(peak_mb(args.memory_of, device, args.steps))
+        print(peak_mb(args.memory_of, device, args.steps, args.fused))
         return
-    ours, theirs = step_function("shardc", device), step_function("torch.compile", device)
+    ours, theirs = (step_function(name, device, args.fused) for name in ("shardc", "torch.compile"))
     pairs = [(timed(ours), timed(theirs)) for _ in range(args.steps)]
     a, b = (statistics.median(times) for times in zip(*pairs, strict=True))
     ratio = statistics.median(x / y for x, y in pairs)
-    memory = {name: own_process(name, args.steps) for name in ("shardc", "torch.compile")}
-    print(f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, {args.steps} steps each")
+    memory = {name: own_process(name, args) for name in ("shardc", "torch.compile")}
+    print(
+        f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, {args.steps} steps each, fused={args.fused}"
+    )
     print(f"{'':<16}{'ms a step':>12}{'peak MB':>10}")
     print(f"{'shardc':<16}{a * 1e3:12.1f}{memory['shardc']:10.0f}")
     print(f"{'torch.compile':<16}{b * 1e3:12.1f}{memory['torch.compile']:10.0f}")
@@ -51,17 +53,20 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--fused", action=argparse.BooleanOptionalAction, default=True, help="AdamW(fused=...) for both"
+    )
     parser.add_argument("--memory-of", choices=["shardc", "torch.compile"], help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def step_function(name: str, device: str) -> Callable[[], None]:
+def step_function(name: str, device: str, fused: bool) -> Callable[[], None]:
     """A training step, warmed up."""
     config, rows = SIZES[device]
     torch.manual_seed(0)
     model = Llama(config).to(device)
     compiled = sharded(model, device) if name == "shardc" else torch.compile(model, fullgraph=True, dynamic=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
     x, y = torch.randint(config.vocab, (2, rows, config.context), device=device)
 
     def step() -> None:
@@ -75,10 +80,14 @@ def step_function(name: str, device: str) -> Callable[[], None]:
 
 
 def sharded(model: torch.nn.Module, device: str) -> torch.nn.Module:
+    process_group(device)
+    return shardc.compile(model, shardc.Plan.zero3(shardc.Topology(node=1, gpu=1)), progress=lambda text: None)
+
+
+def process_group(device: str) -> None:
     if not dist.is_initialized():
         store = dist.HashStore()
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
-    return shardc.compile(model, shardc.Plan.zero3(shardc.Topology(node=1, gpu=1)), progress=lambda text: None)
 
 
 def timed(step: Callable[[], None]) -> float:
@@ -89,14 +98,16 @@ def timed(step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def own_process(name: str, steps: int) -> float:
-    command = [sys.executable, __file__, "--memory-of", name, "--steps", str(steps)]
+def own_process(name: str, args: argparse.Namespace) -> float:
+    options = ["--steps", str(args.steps), "--fused" if args.fused else "--no-fused"]
+    command = [sys.executable, __file__, "--memory-of", name, *options]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-def peak_mb(name: str, device: str, steps: int) -> float:
-    """Of the steps alone: what compiling needed is not counted."""
-    step = step_function(name, device)
+def peak_mb(name: str, device: str, steps: int, fused: bool) -> float:
+    """Of the steps alone: what compiling needed is not counted. Both have the same modules and a process group loaded."""
+    process_group(device)
+    step = step_function(name, device, fused)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
