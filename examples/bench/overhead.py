@@ -42,7 +42,8 @@ def main() -> None:
     ratio = statistics.median(x / y for x, y in pairs)
     memory = {name: own_process(name, args) for name in ("shardc", "torch.compile")}
     print(
-        f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, {args.steps} steps each, fused={args.fused}"
+        f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, {args.steps} steps each, "
+        f"AdamW(fused={args.fused})"
     )
     print(f"{'':<16}{'ms a step':>12}{'peak MB':>10}")
     print(f"{'shardc':<16}{a * 1e3:12.1f}{memory['shardc']:10.0f}")
@@ -105,7 +106,7 @@ def own_process(name: str, args: argparse.Namespace) -> float:
 
 
 def peak_mb(name: str, device: str, steps: int, fused: bool) -> float:
-    """Of the steps alone: what compiling needed is not counted. Both have the same modules and a process group loaded."""
+    """Of the steps alone: what compiling needed is not counted. Both have a process group."""
     process_group(device)
     step = step_function(name, device, fused)
     if device == "cuda":
