@@ -67,7 +67,7 @@ class Param:
 
     @property
     def grad_is_accumulator(self) -> bool:
-        """`.grad` itself accumulates: gradients and optimizer state rest on the same rung."""
+        """Gradients and optimizer state rest on the same rung: what accumulates takes the place of `.grad`."""
         return self.layout.grads == self.layout.optim
 
     @property
