@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
+import operator
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
@@ -12,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.errors import Error
 
@@ -78,6 +79,13 @@ def _mode_of(module: fx.GraphModule) -> Any:
     return fake_mode(module.graph)
 
 
+def lazy_code() -> Any:
+    """Within, graph modules write Python code when they are first called; most never are."""
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    return _use_lazy_graph_module(True)
+
+
 def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     """Inductor on one closed graph: a callable that takes (and empties) a list of inputs. Outputs have the strides
     that the graph says, and ops keep their order as far as collectives are concerned."""
@@ -117,8 +125,9 @@ def outside_inductor(op: Callable[..., Any]) -> Callable[..., Any]:
     """What stands in for an op that is called outside of Inductor.
 
     There Inductor's seeded random ops ignore their seed, and a backward would not draw the mask of its forward again.
-    And `all_gather_into_tensor` calls Gloo's coalesced all-gather, which corrupts the heap now and then when several
-    are in flight; the form with an output calls the plain one.
+    And the functional all-gather calls Gloo's coalesced one, which corrupts the heap now and then when several are in
+    flight; here the group's plain one is called. (The functional form with an output would do that too, but from C++
+    and past a group in Python.)
     """
     stand_ins: dict[Any, Callable[..., Any]] = {
         torch.ops.prims.inductor_random.default: _random,
@@ -130,7 +139,8 @@ def outside_inductor(op: Callable[..., Any]) -> Callable[..., Any]:
 
 def _all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
-    return torch.ops._c10d_functional.all_gather_into_tensor_out.default(x, size, group, out=out)
+    torch._C._distributed_c10d._register_work(out, group_called(group)._allgather_base(out, x))
+    return out
 
 
 def _random(size: Sequence[int], seed: torch.Tensor, mode: str, **kwargs: Any) -> torch.Tensor:
@@ -209,37 +219,66 @@ def silence_flatten_advice(mesh: Any) -> None:
         warned.update((hash(mesh), order, "no_flattened_mesh") for order in orders)
 
 
-class Watch(TorchDispatchMode):
-    """While open, `seen(kind, bytes of the input, group name)` is called for every functional collective, as it is
-    handed to its process group."""
-
-    def __init__(self, seen: Callable[[str, int, str], None]):
-        super().__init__()
-        self.seen = seen
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Dynamo compiles as if this were not there."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and func._opname in _COLLECTIVES:
-            tensors = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
-            self.seen(_COLLECTIVES[func._opname], sum(t.nbytes for t in tensors), args[-1])
-        return func(*args, **(kwargs or {}))
-
-
-_COLLECTIVES = {
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_to_all_single": "all_to_all",
+# A process group's methods under the names of all versions: what they do, and the argument that holds the full payload.
+_METHODS = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), ("all_reduce", 0)),
+    **dict.fromkeys(("_allgather_base", "allgather_into_tensor_coalesced"), ("all_gather", 0)),
+    **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), ("all_gather", 0)),
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_tensor_coalesced"), ("reduce_scatter", 1)),
+    **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_single_coalesced"), ("reduce_scatter", 1)),
+    **dict.fromkeys(("alltoall_base", "all_to_all_single"), ("all_to_all", 1)),
 }
+
+
+@contextlib.contextmanager
+def watched(name: str, watch: Callable[[str, int, int], None]) -> Iterator[None]:
+    """While open, `watch(kind, bytes of the full payload, ranks)` sees every all_gather, reduce_scatter, all_reduce and
+    all_to_all on the process group called `name`.
+
+    Functional collectives look their group up by name. As long as this is open they find a group in Python, whose
+    methods C++ calls, and which calls the real one.
+    """
+    c10d, real = torch._C._distributed_c10d, group_called(name)
+    door = _door()(real, watch)
+    c10d._unregister_process_group(name)
+    c10d._register_process_group(name, door)
+    try:
+        yield
+    finally:
+        c10d._unregister_process_group(name)
+        c10d._register_process_group(name, real)
+
+
+@functools.cache
+def _door() -> Any:
+    import torch.distributed as dist
+
+    class Door(dist.ProcessGroup):
+        """Forwards to the real group and says what passes."""
+
+        def __init__(self, real: Any, watch: Callable[[str, int, int], None]):
+            super().__init__(real.rank(), real.size())
+            self.real, self.watch = real, watch
+
+        @property
+        def group_name(self) -> str:
+            return self.real.group_name
+
+    for method in _METHODS:
+        if hasattr(dist.ProcessGroup, method):
+            setattr(Door, method, _forward(method))
+    return Door
+
+
+def _forward(method: str) -> Callable[..., Any]:
+    kind, position = _METHODS[method]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [args[position]] if isinstance(args[position], torch.Tensor) else args[position]
+        self.watch(kind, sum(t.nbytes for t in tensors), self.real.size())
+        return getattr(self.real, method)(*args, **kwargs)
+
+    return forward
 
 
 @contextlib.contextmanager
@@ -271,6 +310,8 @@ _NEEDED = {
     "the min-cut partitioner": ("functorch.compile", "min_cut_rematerialization_partition"),
     "fake tensors": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     "DTensor": ("torch.distributed.tensor", "DTensor"),
+    "a group's plain all-gather": ("torch.distributed", "ProcessGroup._allgather_base"),
+    "works of functional collectives": ("torch._C._distributed_c10d", "_register_work"),
     "functional collectives": ("torch.distributed._functional_collectives", "all_gather_tensor"),
     "the store of the default group": ("torch.distributed.distributed_c10d", "_get_default_store"),
     "Dynamo's list of loggers": ("torch._dynamo.config", "ignore_logging_functions"),
@@ -283,9 +324,7 @@ def self_test() -> list[str]:
     lacking = []
     for what, (module, name) in _NEEDED.items():
         try:
-            found = hasattr(importlib.import_module(module), name)
-        except ImportError:
-            found = False
-        if not found:
+            operator.attrgetter(name)(importlib.import_module(module))
+        except (ImportError, AttributeError):
             lacking.append(f"torch {torch.__version__} lacks {what} ({module}.{name}).")
     return lacking

@@ -131,7 +131,7 @@ class Compiler:
         """torch.compile's backend."""
         names = {id(p.hollow): name for name, p in self.runtime.params.items()}
         names |= {id(b): name for name, b in self.model.named_buffers()}
-        with paused_gc():
+        with paused_gc(), _torch.lazy_code():
             program = build(module, inputs, names, self.params, Runner(self.progress), self.orders)
             if not self.runtime.programs:
                 program.agree(lambda lines: agree("collectives", lines, self.timeout_s, ordered=False))

@@ -17,9 +17,9 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -293,7 +293,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 @contextmanager
 def count_bytes(model: nn.Module) -> Iterator[Sent]:
-    """Count the bytes that this rank sends over each axis of a compiled model, where they go to its process groups.
+    """Count the bytes that this rank sends over each axis of a compiled model, at its process groups.
 
     with count_bytes(model) as sent:
         for x, y in micro_batches:
@@ -301,21 +301,15 @@ def count_bytes(model: nn.Module) -> Iterator[Sent]:
             print(sent.taken())
 
     By the convention of `passes.ops.moved_bytes`: (n-1)/n of the full payload, twice that for an all-reduce, rounded
-    down. What DTensors send inside the block (`clip_grad_norm_`, `full_tensor`) counts too. Not for
-    backend="inductor-whole", whose collectives are inside of compiled code. Raises `shardc.Error` for a model that is
-    not compiled.
+    down. What DTensors send inside the block (`clip_grad_norm_`, `full_tensor`) counts too; collectives of other kinds
+    than all-gather, reduce-scatter, all-reduce and all-to-all fail there. Raises `shardc.Error` for a model that is not
+    compiled.
     """
-    lowering = runtime_of(model).lowering
-    axes = {name: axis for axis, name in lowering.groups.items()}
-    sizes = {axis: _torch.group_called(n).size() for n, axis in axes.items()}
-    sent = Sent(dict.fromkeys(lowering.groups, 0))
-
-    def seen(kind: str, input_bytes: int, group: str) -> None:
-        if group in axes:
-            size = sizes[axes[group]]
-            sent.add(axes[group], kind, input_bytes * (size if kind == "all_gather" else 1), size)
-
-    with _torch.Watch(seen):
+    groups = runtime_of(model).lowering.groups
+    sent = Sent(dict.fromkeys(groups, 0))
+    with ExitStack() as stack:
+        for axis, name in groups.items():
+            stack.enter_context(_torch.watched(name, partial(sent.add, axis)))
         yield sent
 
 

@@ -43,7 +43,7 @@ def trace(
     found: list[Program] = []
 
     def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        with paused_gc():
+        with paused_gc(), _torch.lazy_code():
             found.append(build(module, inputs, names, params, runner, Orders()))
         return _leave
 
