@@ -33,9 +33,8 @@ def trace(
     **kwargs: Any,
 ) -> Program:
     """The program of `model(*args, **kwargs)` under `plan`. The model (which may be on the meta device) is left as
-    it is; arguments
-    may be on the meta device too. Graphs are kept after every stage (`program.after("insert")`) unless `keep` is
-    False."""
+    it is; arguments may be on the meta device too. Graphs are kept after every stage (`program.after("insert")`) unless
+    `keep` is False."""
     _torch.check_version()
     parameters = named(model)
     params = params_of(plan, parameters)

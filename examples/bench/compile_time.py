@@ -3,8 +3,8 @@
     python examples/bench/compile_time.py --layers 8 32 80 --world 1024
 
 Everything but Inductor runs on a model of Llama-70B's widths on the meta device, for a mesh of any size, in one
-process. Inductor
-compiles the distinct regions of a narrow model of the same depth; beside it, in the same run, Inductor on whole graphs.
+process. Inductor compiles the distinct regions of a narrow model of the same depth; beside it, in the same run,
+Inductor on whole graphs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Correct: is training under every plan that of one process? On real Gloo processes of this machine.
 
-    python examples/bench/correct.py                       # every plan on 2x2, 1 and 3 micro-batches, eager and
-    inductor python examples/bench/correct.py --plans 2/1/2/2 --backends eager --topology node=3,gpu=2
+    python examples/bench/correct.py      # every plan on 2x2, with 1 and 3 micro-batches, eager and Inductor
+    python examples/bench/correct.py --plans 2/1/2/2 --backends eager --topology node=3,gpu=2
 
 A row is a plan: the rungs of params, after_forward, grads and optim as numbers of inner axes. Cells are the worst error
 of all losses, gradients and parameters over 3 AdamW steps, relative to the largest magnitude of each tensor. Exits
