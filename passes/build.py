@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -47,6 +49,24 @@ def set_outputs(graph: fx.Graph, value: Any) -> None:
 
 def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:
     return {n.name: n for n in graph.nodes if n.op == "placeholder"}
+
+
+def identifier(name: str) -> str:
+    """A parameter's name as its placeholder is called: as FX spells names whenever it copies a graph. The partitioner
+    knows tangents by that word."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.replace(".", "_")).lower().replace("tangents", "tangent")
+
+
+def identifiers(names: Iterable[str]) -> dict[str, str]:
+    """The identifier of each name, with a number behind one that is taken."""
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in names:
+        base = identifier(name)
+        candidates = (f"{base}_{i}" if i else base for i in itertools.count())
+        found[name] = next(candidate for candidate in candidates if candidate not in taken)
+        taken.add(found[name])
+    return found
 
 
 def behind(node: fx.Node) -> fx.Node:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes.build import placeholders, set_outputs
+from passes.build import identifier, placeholders, set_outputs
 from shardc import _torch
 
 
@@ -108,11 +108,6 @@ def _input_name(node: fx.Node, value: Any, names: Mapping[int, str]) -> str:
     if name is not None:
         return identifier(name)
     return node.name.removeprefix("l_").removesuffix("_") or node.name
-
-
-def identifier(name: str) -> str:
-    """A parameter's name as a placeholder is called. The partitioner knows tangents by that word."""
-    return name.replace(".", "_").replace("tangents", "tangent")
 
 
 def _rename(node: fx.Node, name: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from passes import ops
-from passes.build import outputs, placeholders
+from passes.build import identifier, outputs, placeholders
 from passes.errors import Error
 from passes.follow import hop_axes
 from passes.layout import Layout
@@ -29,7 +29,6 @@ from passes.regions import Region, regions
 from passes.schedule import schedule
 from passes.text import line_of, to_text
 from passes.verify import verify, verify_pairs
-from shardc.capture import identifier
 from shardc.compile import forward_only
 
 STAGES = ("insert", "partition", "schedule", "regions")

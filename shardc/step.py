@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from passes.accumulate import accumulator_dtype
+from passes.build import identifiers
 from passes.insert import Param
 from shardc import _torch
 from shardc.lower import Lowering
@@ -98,6 +99,7 @@ class Runtime:
     programs: list[Program] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.keys = identifiers(self.params)  # what accumulators are called in graphs
         self.mark_stale()
 
     def mark_stale(self) -> None:
@@ -235,7 +237,9 @@ class Step:
         """Parameters whose earlier gradients this backward adds to."""
         own = {p.name for p in self.params.values()}
         return {
-            _key(p): p for p in self.runtime.params.values() if p.accumulator is not None and (synced or p.name in own)
+            self.runtime.keys[name]: p
+            for name, p in self.runtime.params.items()
+            if p.accumulator is not None and (synced or name in own)
         }
 
     def _backward(self, synced: bool, waiting: dict[str, Sharded]) -> Callable[[list[Any]], Any]:
@@ -254,10 +258,6 @@ class Step:
             return p.gradient(grad.to(p.param.master_dtype))
         p.accumulate(grad)
         return None
-
-
-def _key(p: Sharded) -> str:
-    return p.name.replace(".", "_")
 
 
 class _Autograd(torch.autograd.Function):

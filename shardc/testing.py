@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from passes import ops
+from passes.build import identifier
 from passes.errors import Error
 from passes.follow import TRANSPARENT
 from shardc import _torch
@@ -182,7 +183,7 @@ def _wait(start: fx.Node) -> fx.Node:
 
 def _params_in(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
     """Parameters: placeholders, waits of gathers and what only changes their form, with the names that they hold."""
-    named = {name.replace(".", "_"): (name,) for start in ops.hops(graph) for name in ops.hop(start).params}
+    named = {identifier(name): (name,) for start in ops.hops(graph) for name in ops.hop(start).params}
     found: dict[fx.Node, tuple[str, ...]] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in named:

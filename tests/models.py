@@ -160,6 +160,21 @@ class DroppingStack(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class OddlyNamed(nn.Module):
+    """Names that FX would spell otherwise, two that differ only in what it drops, and one that it has a meaning for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.LayerNorm = nn.LayerNorm(6)
+        self.tangents_ = nn.ModuleDict({"0": nn.Embedding(VOCABULARY, 6)})
+        self.a = nn.ModuleDict({"b_c": nn.Linear(6, 6)})
+        self.a_b = nn.ModuleDict({"c": nn.Linear(6, VOCABULARY)})
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.a["b_c"](self.LayerNorm(self.tangents_["0"](ids)))
+        return F.cross_entropy(self.a_b["c"](x).flatten(0, 1), labels.flatten())
+
+
 class Wide(nn.Module):
     """Equal layers of `width` x `width`, as large as one likes."""
 
@@ -190,6 +205,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "uneven, tied, frozen, 0-dim, unused": (small, plain),
     "batch norm": (Convolutional, plain),
     "derived weights": (Derived, plain),
+    "oddly named": (OddlyNamed, plain),
     "llama": (llama, as_transformers),
     "tied llama": (tied_llama, as_transformers),
     "checkpointed llama": (checkpointed_llama, as_transformers),

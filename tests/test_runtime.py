@@ -25,16 +25,17 @@ LIMIT = 1e-5
 
 
 class Model(nn.Module):
-    """5 rows lie unevenly on 2x2, 3 rows leave a rank without any."""
+    """5 rows lie unevenly on 2x2, 3 rows leave a rank without any; `up_weight` and `up.weight` want the same name in a
+    graph."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(4, 5)
         self.down = nn.Linear(5, 3)
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.up_weight = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.down(torch.relu(self.up(x)))
+        return self.up_weight * self.down(torch.relu(self.up(x)))
 
 
 def plan(letters: str = "IIG", **options: Any) -> shardc.Plan:
