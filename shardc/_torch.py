@@ -34,15 +34,26 @@ def export_joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModul
     """AOTAutograd's joint graph of a Dynamo graph, decomposed for Inductor (forward only where grad mode is off).
 
     Inputs of the Dynamo graph are inputs of the joint graph, in order; the output node carries descriptors in
-    meta["desc"].
+    meta["desc"]. oneDNN is off, because the decomposition of an LSTM would take its inference kernel wherever the input
+    needs no gradient, whatever the weights need.
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._inductor.decomposition import select_decomp_table
 
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, _without_onednn():
         return aot_export_joint_with_descriptors(
             stack, module, inputs, decompositions=select_decomp_table()
         ).graph_module
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # the public switch warns about Intel GPUs
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def mutated_input(descriptor: Any) -> int | None:
@@ -156,15 +167,19 @@ def _generator(seed: torch.Tensor) -> torch.Generator:
 
 
 @contextlib.contextmanager
-def ignored_logging() -> Iterator[None]:
-    """Dynamo leaves calls of loggers out of the graph; otherwise each is a graph break, in code that the user does
-    not own."""
-    # Its own `config.patch` takes 0.1 ms, and this is around every call of a model.
-    ignored = torch._dynamo.config.ignore_logging_functions
+def capturing() -> Iterator[None]:
+    """Dynamo as it is to look at a model's call: up to 64 signatures (8 by default, fewer than a loop over ragged
+    batches sees), LSTMs and the like taken into the graph, calls of loggers left out of it (each is a graph break
+    otherwise, in code that the user does not own)."""
+    from torch._dynamo import config
+
+    # Not patched, because a patch of this set takes 0.1 ms, and this is around every call of a model.
+    ignored = config.ignore_logging_functions
     methods = {method for method in vars(logging.Logger).values() if callable(method)} - ignored
     ignored |= methods
     try:
-        yield
+        with config.patch(recompile_limit=64, allow_rnn=True):
+            yield
     finally:
         ignored -= methods
 
@@ -281,15 +296,6 @@ def _forward(method: str) -> Callable[..., Any]:
     return forward
 
 
-@contextlib.contextmanager
-def many_signatures(limit: int = 64) -> Iterator[None]:
-    """Dynamo compiles up to `limit` signatures of a call (8 by default, fewer than a loop over ragged batches sees)."""
-    from torch._dynamo import config
-
-    with config.patch(recompile_limit=limit):
-        yield
-
-
 def group_called(name: str) -> Any:
     """The process group of a name."""
     return torch._C._distributed_c10d._resolve_process_group(name)
@@ -316,6 +322,7 @@ _NEEDED = {
     "the store of the default group": ("torch.distributed.distributed_c10d", "_get_default_store"),
     "Dynamo's list of loggers": ("torch._dynamo.config", "ignore_logging_functions"),
     "Dynamo's limit of signatures": ("torch._dynamo.config", "recompile_limit"),
+    "Dynamo's switch for LSTMs": ("torch._dynamo.config", "allow_rnn"),
 }
 
 

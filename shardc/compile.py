@@ -122,7 +122,7 @@ class Compiler:
         places = [(owner, key, self.runtime.params[name]) for owner, key, name in slots(self.model)]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self.runtime.hollowed(places), readable_errors(), _torch.many_signatures(), _torch.ignored_logging():
+            with self.runtime.hollowed(places), readable_errors(), _torch.capturing():
                 return compiled(self.model, *args, **kwargs)
 
         return call

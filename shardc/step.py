@@ -269,8 +269,8 @@ class _Autograd(torch.autograd.Function):
         outs, saved = step.run_forward(inputs)
         captured = step.program.captured
         ctx.step = step
-        ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
-        ctx.scalars = [None if isinstance(v, torch.Tensor) else v for v in saved]
+        ctx.save_for_backward(*(v if isinstance(v, torch.Tensor) else None for v in saved))
+        ctx.others = [None if isinstance(v, torch.Tensor) else v for v in saved]  # sizes, or nothing
         differentiable = [False] * len(captured.mutated) + captured.differentiable
         ctx.mark_non_differentiable(
             *(o for o, d in zip(outs, differentiable, strict=True) if not d and isinstance(o, torch.Tensor))
@@ -281,9 +281,7 @@ class _Autograd(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-        tensors = iter(ctx.saved_tensors)
-        saved = [next(tensors) if v is None else v for v in ctx.scalars]
-        del tensors
+        saved = [other if v is None else v for v, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
         ctx.maybe_clear_saved_tensors()
         wanted = [t for t, d in zip(tangents, ctx.differentiable, strict=True) if d]
         grads = ctx.step.run_backward(saved, wanted)

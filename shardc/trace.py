@@ -50,7 +50,7 @@ def trace(
     buffers = {name: _on_cpu(buffer) for name, buffer in model.named_buffers()}
     names = {id(value): name for name, value in {**stand_ins, **buffers}.items()}
     call = torch.compile(own_code(type(model).forward), backend=backend, fullgraph=True, dynamic=False)
-    with _swapped(model, stand_ins, buffers), readable_errors(), _torch.ignored_logging(), contextlib.suppress(_Traced):
+    with _swapped(model, stand_ins, buffers), readable_errors(), _torch.capturing(), contextlib.suppress(_Traced):
         call(model, *tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
     return found[0]
 

@@ -160,6 +160,18 @@ class DroppingStack(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 6).requires_grad_(False)
+        self.lstm = nn.LSTM(6, 5, num_layers=2, batch_first=True)
+        self.head = nn.Linear(5, VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, _ = self.lstm(self.embed(ids))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 class OddlyNamed(nn.Module):
     """Names that FX would spell otherwise, two that differ only in what it drops, and one that it has a meaning for."""
 
@@ -205,6 +217,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "uneven, tied, frozen, 0-dim, unused": (small, plain),
     "batch norm": (Convolutional, plain),
     "derived weights": (Derived, plain),
+    "lstm": (Recurrent, plain),
     "oddly named": (OddlyNamed, plain),
     "llama": (llama, as_transformers),
     "tied llama": (tied_llama, as_transformers),

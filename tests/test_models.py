@@ -42,6 +42,7 @@ TRAINED = [
     ("batch norm", "zero3"),
     ("derived weights", "zero3"),
     ("derived weights", "hpz"),
+    ("lstm", "zero3"),
     ("oddly named", "IIG"),
     ("llama", "zero3"),
     ("tied llama", "hpz"),
