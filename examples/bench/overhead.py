@@ -1,11 +1,11 @@
 """What shardc costs where there is nothing to communicate: one process, step time and peak memory against
-`torch.compile`.
+`torch.compile`; beside them FSDP2 with compiled blocks, which pays for DTensors too.
 
     python examples/bench/overhead.py
 
-Both train the same Llama-like model on the same batches, a step of the one after a step of the other, so that drift
-of the machine hits both. Peak memory is the allocator's on a GPU; on a CPU it is the resident peak of a process of its
-own for each. Both compile without torch's caches: a hit leaves the compiler itself, some 30 MB, unloaded.
+All train the same Llama-like model on the same batches, a step of one after a step of the other, so that drift of the
+machine hits all. Peak memory is the allocator's on a GPU; on a CPU it is the resident peak of a process of its own for
+each. All compile without torch's caches: a hit leaves the compiler itself, some 30 MB, unloaded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from llama import Config, Llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import shardc
 
+BASELINE = "torch.compile"
+NAMES = (BASELINE, "shardc", "FSDP2")
 SIZES = {
     "cpu": (Config(), 2),
     "cuda": (Config(dim=2048, layers=16, heads=32, kv_heads=8, hidden=8192, vocab=32768, context=2048), 2),
@@ -36,19 +40,19 @@ def main() -> None:
     if args.memory_of:
         print(peak_mb(args.memory_of, device, args.steps, args.fused))
         return
-    ours, theirs = (step_function(name, device, args.fused) for name in ("shardc", "torch.compile"))
-    pairs = [(timed(ours), timed(theirs)) for _ in range(args.steps)]
-    a, b = (statistics.median(times) for times in zip(*pairs, strict=True))
-    ratio = statistics.median(x / y for x, y in pairs)
-    memory = {name: own_process(name, args) for name in ("shardc", "torch.compile")}
+    steps = {name: step_function(name, device, args.fused) for name in NAMES}
+    rounds = [{name: timed(step) for name, step in steps.items()} for _ in range(args.steps)]
+    memory = {name: own_process(name, args) for name in NAMES}
     print(
         f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, {args.steps} steps each, "
         f"AdamW(fused={args.fused})"
     )
-    print(f"{'':<16}{'ms a step':>12}{'peak MB':>10}")
-    print(f"{'shardc':<16}{a * 1e3:12.1f}{memory['shardc']:10.0f}")
-    print(f"{'torch.compile':<16}{b * 1e3:12.1f}{memory['torch.compile']:10.0f}")
-    print(f"{'ratio':<16}{ratio:12.3f}{memory['shardc'] / memory['torch.compile']:10.3f}")
+    print(f"{'':<16}{'ms a step':>12}{'ratio':>8}{'peak MB':>10}{'ratio':>8}")
+    for name in NAMES:
+        milliseconds = statistics.median(times[name] for times in rounds) * 1e3
+        ratio = statistics.median(times[name] / times[BASELINE] for times in rounds)
+        more = memory[name] / memory[BASELINE]
+        print(f"{name:<16}{milliseconds:12.1f}{ratio:8.3f}{memory[name]:10.0f}{more:8.3f}")
 
 
 def arguments() -> argparse.Namespace:
@@ -57,7 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--fused", action=argparse.BooleanOptionalAction, default=True, help="AdamW(fused=...) for both"
     )
-    parser.add_argument("--memory-of", choices=["shardc", "torch.compile"], help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", choices=NAMES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -67,7 +71,7 @@ def step_function(name: str, device: str, fused: bool) -> Callable[[], None]:
     torch.compiler.config.force_disable_caches = True
     torch.manual_seed(0)
     model = Llama(config).to(device)
-    compiled = sharded(model, device) if name == "shardc" else torch.compile(model, fullgraph=True, dynamic=False)
+    compiled = MAKE[name](model, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
     x, y = torch.randint(config.vocab, (2, rows, config.context), device=device)
 
@@ -81,9 +85,25 @@ def step_function(name: str, device: str, fused: bool) -> Callable[[], None]:
     return step
 
 
-def sharded(model: torch.nn.Module, device: str) -> torch.nn.Module:
+def plain(model: Llama, device: str) -> torch.nn.Module:
+    return torch.compile(model, fullgraph=True, dynamic=False)
+
+
+def sharded(model: Llama, device: str) -> torch.nn.Module:
     process_group(device)
     return shardc.compile(model, shardc.Plan.zero3(shardc.Topology(node=1, gpu=1)), progress=lambda text: None)
+
+
+def fsdp2(model: Llama, device: str) -> torch.nn.Module:
+    process_group(device)
+    mesh = init_device_mesh(device, (1,))
+    for layer in model.layers:
+        layer.compile(fullgraph=True, dynamic=False)
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+MAKE = {BASELINE: plain, "shardc": sharded, "FSDP2": fsdp2}
 
 
 def process_group(device: str) -> None:
