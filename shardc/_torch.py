@@ -8,6 +8,7 @@ import importlib
 import logging
 import operator
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from typing import Any
@@ -184,6 +185,37 @@ def capturing() -> Iterator[None]:
         ignored -= methods
 
 
+@contextlib.contextmanager
+def graph_breaks() -> Iterator[list[torch._dynamo.exc.Unsupported]]:
+    """Collects the graph breaks of what is compiled while it is open; Dynamo logs none of them."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
+
+    found: list[torch._dynamo.exc.Unsupported] = []
+    before, disabled = Translator.log_graph_break, logging.root.manager.disable
+    logging.disable()
+    Translator.log_graph_break = lambda self, code_options, reason, exc: found.append(exc)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield found
+    finally:
+        Translator.log_graph_break = before
+        logging.disable(disabled)
+
+
+@functools.cache
+def vague_hints() -> frozenset[str]:
+    """What Dynamo adds to a graph break that tells nobody what to do."""
+    from torch._dynamo import graph_break_hints as hints
+
+    return frozenset((*hints.USER_ERROR, *hints.DYNAMO_BUG, *hints.DIFFICULT, *hints.FUNDAMENTAL, *hints.SUPPORTABLE))
+
+
+def example_value(node: Any) -> Any:
+    """What Dynamo found a node's value to be: a fake tensor with dims as they were, a number."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else node
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+
+
 def missing_compiler() -> str | None:
     """What Inductor lacks on this machine: a C++ compiler for CPU, Triton for a GPU; None where all is there."""
     if torch.cuda.is_available():
@@ -322,6 +354,7 @@ _NEEDED = {
     "the store of the default group": ("torch.distributed.distributed_c10d", "_get_default_store"),
     "Dynamo's list of loggers": ("torch._dynamo.config", "ignore_logging_functions"),
     "Dynamo's limit of signatures": ("torch._dynamo.config", "recompile_limit"),
+    "Dynamo's log of graph breaks": ("torch._dynamo.symbolic_convert", "InstructionTranslatorBase.log_graph_break"),
     "Dynamo's switch for LSTMs": ("torch._dynamo.config", "allow_rnn"),
 }
 

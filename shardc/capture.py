@@ -8,7 +8,8 @@ stood in for by a *hollow* one: same shape, dtype and device, no storage. So not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,20 @@ def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requi
     value = torch.empty(shape, dtype=dtype, device=device)
     value.untyped_storage().resize_(0)
     return nn.Parameter(value, requires_grad=requires_grad)
+
+
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy with a code object of its own. Dynamo keeps its cache by code object; models of one class do not share
+    theirs."""
+    new = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new
 
 
 @dataclass(frozen=True)

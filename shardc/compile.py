@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,14 +15,14 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from passes.build import outputs, set_outputs
-from passes.errors import Error
 from passes.insert import Param, insert
 from passes.order import Orders
 from passes.partition import partition
 from passes.verify import verify
 from shardc import _torch
 from shardc.agree import agree
-from shardc.capture import capture
+from shardc.breaks import captured_call
+from shardc.capture import capture, own_code
 from shardc.lower import Lowering, check_backend
 from shardc.model import adopt, hollows, materialise, named, params_of, same_random_numbers, shard_leaf, slots
 from shardc.plan import Plan
@@ -122,8 +121,8 @@ class Compiler:
         places = [(owner, key, self.runtime.params[name]) for owner, key, name in slots(self.model)]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self.runtime.hollowed(places), readable_errors(), _torch.capturing():
-                return compiled(self.model, *args, **kwargs)
+            with self.runtime.hollowed(places), _torch.capturing():
+                return captured_call(compiled, self.model, args, kwargs)
 
         return call
 
@@ -137,47 +136,6 @@ class Compiler:
                 program.agree(lambda lines: agree("collectives", lines, self.timeout_s, ordered=False))
         self.runtime.programs.append(program)
         return Step(self.runtime, program)
-
-
-def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy with a code object of its own. Dynamo keeps its cache by code object; models of one class do not share
-    theirs."""
-    new = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    new.__kwdefaults__ = function.__kwdefaults__
-    return new
-
-
-@contextmanager
-def readable_errors() -> Iterator[None]:
-    """Our own errors as they are, not wrapped by Dynamo; a graph break as one of ours."""
-    try:
-        yield
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, Error):
-            raise error.inner_exception from None
-        raise
-    except torch._dynamo.exc.Unsupported as error:
-        raise graph_break(error) from None
-
-
-def graph_break(error: torch._dynamo.exc.Unsupported) -> Error:
-    """What Dynamo says of a graph break, in three parts."""
-    text = str(error)
-    reason = text.strip().splitlines()[0]
-    stack = list(getattr(error, "real_stack", None) or [])
-    where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}" if stack else None
-    hints = [line.strip()[6:] for line in text.splitlines() if line.strip().startswith("Hint: ")]
-    return Error(
-        f"The model's forward cannot be captured as one graph: {reason}",
-        where=where,
-        fix=" ".join(hints) or "Rewrite this line so that it does not depend on the values of tensors.",
-    )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ axis first: `Shard(0)` on the axes of the optim rung, `Replicate` on the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -41,6 +41,26 @@ def slots(model: nn.Module) -> list[Slot]:
         for key, p in module._parameters.items()
         if p is not None
     ]
+
+
+@contextmanager
+def swapped(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]
+) -> Iterator[None]:
+    """The model with other parameters and buffers, for as long as this is open."""
+    places: list[tuple[dict[str, Any], str, Any]] = [(d, k, parameters[n]) for d, k, n in slots(model)]
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and f"{prefix}.{key}".lstrip(".") in buffers:
+                places.append((module._buffers, key, buffers[f"{prefix}.{key}".lstrip(".")]))
+    before = [(owner, key, owner[key]) for owner, key, _ in places]
+    try:
+        for owner, key, value in places:
+            owner[key] = value
+        yield
+    finally:
+        for owner, key, value in before:
+            owner[key] = value
 
 
 def params_of(plan: Plan, parameters: dict[str, nn.Parameter]) -> dict[str, Param]:

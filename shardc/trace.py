@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +12,10 @@ from torch.utils._pytree import tree_map
 
 from passes.order import Orders
 from shardc import _torch
-from shardc.compile import build, own_code, paused_gc, readable_errors
-from shardc.model import hollows, named, params_of, slots
+from shardc.breaks import captured_call
+from shardc.capture import own_code
+from shardc.compile import build, paused_gc
+from shardc.model import hollows, named, params_of, swapped
 from shardc.plan import Plan
 from shardc.program import Program
 from shardc.runner import Runner
@@ -50,8 +51,8 @@ def trace(
     buffers = {name: _on_cpu(buffer) for name, buffer in model.named_buffers()}
     names = {id(value): name for name, value in {**stand_ins, **buffers}.items()}
     call = torch.compile(own_code(type(model).forward), backend=backend, fullgraph=True, dynamic=False)
-    with _swapped(model, stand_ins, buffers), readable_errors(), _torch.capturing(), contextlib.suppress(_Traced):
-        call(model, *tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
+    with swapped(model, stand_ins, buffers), _torch.capturing(), contextlib.suppress(_Traced):
+        captured_call(call, model, tree_map(_on_cpu, args), tree_map(_on_cpu, kwargs))
     return found[0]
 
 
@@ -66,24 +67,6 @@ def _on_cpu(value: Any) -> Any:
     new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
     new.untyped_storage().resize_(0)
     return new
-
-
-@contextmanager
-def _swapped(model: nn.Module, parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> Iterator[None]:
-    """The model with other parameters and buffers, for as long as it is traced."""
-    places: list[tuple[dict[str, Any], str, Any]] = [(d, k, parameters[n]) for d, k, n in slots(model)]
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and f"{prefix}.{key}".lstrip(".") in buffers:
-                places.append((module._buffers, key, buffers[f"{prefix}.{key}".lstrip(".")]))
-    before = [(owner, key, owner[key]) for owner, key, _ in places]
-    try:
-        for owner, key, value in places:
-            owner[key] = value
-        yield
-    finally:
-        for owner, key, value in before:
-            owner[key] = value
 
 
 def programs(model: nn.Module) -> list[Program]:

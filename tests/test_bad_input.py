@@ -194,6 +194,35 @@ def test_graph_break_of_a_compiled_model() -> None:
     run(breaks, 1)
 
 
+class Thrice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        print("mean", x.mean())
+        if x.sum() > 0:
+            x = x + 1
+        return x * x.max().item()
+
+
+def test_every_graph_break_is_in_one_report(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(shardc.Error, match="3 places break it") as error:
+        shardc.trace(Thrice(2, 2), shardc.Plan.zero3(TOPOLOGY), torch.ones(2, 2))
+    for line in ('print("mean", x.mean())', "if x.sum() > 0:", "return x * x.max().item()"):
+        assert re.search(rf"\d\. {re.escape(__file__)}:\d+: {re.escape(line)}\n     .*\n     fix: ", str(error.value))
+    assert "mean" not in capsys.readouterr().out
+
+
+class OneRow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 1:
+            raise ValueError(f"one row please, not {len(x)}")
+        return super().forward(x)
+
+
+def test_the_models_own_exceptions_stay_what_they_are() -> None:
+    with pytest.raises(ValueError, match="one row please, not 2"):
+        shardc.trace(OneRow(2, 2), shardc.Plan.zero3(TOPOLOGY), torch.ones(2, 2))
+
+
 def override_of_nothing() -> None:
     plan = shardc.Plan.zero3(shardc.Topology(node=1, gpu=1), overrides={"wieght": {"params": "replicated"}})
     with pytest.raises(shardc.Error, match="override 'wieght' matches no parameter") as error:
