@@ -174,15 +174,13 @@ def capturing() -> Iterator[None]:
     otherwise, in code that the user does not own)."""
     from torch._dynamo import config
 
-    # Not patched, because a patch of this set takes 0.1 ms, and this is around every call of a model.
-    ignored = config.ignore_logging_functions
-    methods = {method for method in vars(logging.Logger).values() if callable(method)} - ignored
-    ignored |= methods
-    try:
-        with config.patch(recompile_limit=64, allow_rnn=True):
-            yield
-    finally:
-        ignored -= methods
+    methods = {method for method in vars(logging.Logger).values() if callable(method)}
+    # torch 2.11 fails to log a configuration that names functions, and would say so at every compilation.
+    logging.getLogger("torch._dynamo.metrics_context").disabled = True
+    with config.patch(
+        recompile_limit=64, allow_rnn=True, ignore_logging_functions=methods | config.ignore_logging_functions
+    ):
+        yield
 
 
 @contextlib.contextmanager

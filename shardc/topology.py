@@ -216,7 +216,7 @@ class Topology:
             torch.distributed.get_world_size(), None if local is None else _count("LOCAL_WORLD_SIZE", local)
         )
         ranks = torch.arange(self.world).view(self.sizes)
-        inner_first = ranks.permute(*reversed(range(len(self.sizes)))).contiguous()
+        inner_first = ranks.permute(*reversed(range(len(self.sizes)))).flatten().view(self.sizes[::-1])
         return DeviceMesh(device_type, inner_first, mesh_dim_names=self.axes[::-1])
 
 
