@@ -3,11 +3,13 @@ into a model."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from shardc.model import adopt, hollows, materialise, named, params_of, same_ran
 from shardc.plan import Plan
 from shardc.program import Program
 from shardc.runner import Runner
-from shardc.step import Runtime, Sharded, Step, watch_optimizers
+from shardc.step import Runtime, Sharded, Step
 
 
 def build(
@@ -98,33 +100,41 @@ def compile(
     groups = {axis: mesh.get_group(axis).group_name for axis, size in plan.topology.inner}
     progress = progress or _to_stderr
     runtime = Runtime(sharded, Lowering(backend, groups, progress))
-    compiler = Compiler(model, params, runtime, timeout_s, progress)
-    watch_optimizers(runtime)
-    return adopt(model, runtime, compiler.call(dynamic))
+    compiler = Compiler(model, type(model).forward, params, runtime, dynamic, timeout_s, progress)
+    return adopt(model, runtime, compiler)
 
 
 @dataclass(eq=False)
 class Compiler:
-    """Compiles the calls of one model, as Dynamo hands them over."""
+    """Compiles the calls of one model, as Dynamo hands them over, and makes them."""
 
     model: nn.Module
+    forward: Callable[..., Any]
+    """the user's, of the model's class"""
     params: dict[str, Param]
     runtime: Runtime
+    dynamic: bool
     timeout_s: float
     progress: Callable[[str], None]
     orders: Orders = field(default_factory=Orders)
 
-    def call(self, dynamic: bool) -> Callable[..., Any]:
-        """The model's forward on hollow parameters, compiled."""
-        forward = own_code(type(self.model).forward)
-        compiled = torch.compile(forward, backend=self.backend, fullgraph=True, dynamic=dynamic)
-        places = [(owner, key, self.runtime.params[name]) for owner, key, name in slots(self.model)]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.runtime.hollowed(self.places), _torch.capturing():
+            return captured_call(self.compiled, self.model, args, kwargs)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self.runtime.hollowed(places), _torch.capturing():
-                return captured_call(compiled, self.model, args, kwargs)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiler:
+        """For a copy of the model, which compiles its own calls. The order of collectives is agreed on already."""
+        return replace(self, model=memo[id(self.model)], runtime=copy.deepcopy(self.runtime, memo))
 
-        return call
+    @cached_property
+    def compiled(self) -> Callable[..., Any]:
+        """The user's forward, for the model with hollow parameters."""
+        return torch.compile(own_code(self.forward), backend=self.backend, fullgraph=True, dynamic=self.dynamic)
+
+    @cached_property
+    def places(self) -> list[tuple[dict[str, Any], str, Sharded]]:
+        """Where hollow parameters go."""
+        return [(owner, key, self.runtime.params[name]) for owner, key, name in slots(self.model)]
 
     def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Step:
         """torch.compile's backend."""

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from passes.errors import Error
 from passes.insert import Param
 from passes.layout import Layout
 from shardc.capture import hollow
+from shardc.leaf import leaf
 from shardc.plan import Plan
 from shardc.step import Runtime
 
@@ -105,14 +105,6 @@ def shard_leaf(p: torch.Tensor, param: Param, mesh: DeviceMesh, device: torch.de
     local = buffer[:rows]
     local.copy_(full[start : start + rows])
     return leaf(local, layout, mesh, p.requires_grad)
-
-
-def leaf(local: torch.Tensor, layout: Layout, mesh: DeviceMesh, requires_grad: bool) -> nn.Parameter:
-    shape = torch.Size(layout.shape)
-    placements = [Shard(0) if i < layout.optim else Replicate() for i in range(mesh.ndim)]
-    stride = torch.empty(shape, device="meta").stride()
-    value = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return nn.Parameter(value, requires_grad=requires_grad)
 
 
 @contextmanager
@@ -210,6 +202,19 @@ class Compiled(nn.Module):
         """Parameters were changed by hand: the next forward makes new compute copies."""
         self._shardc.mark_stale()
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """What `to`, `cuda`, `half` and the like call. Moving to where everything is already changes nothing."""
+        for value in (*self.parameters(), *self.buffers()):
+            probe = torch.empty(0, dtype=value.dtype, device=value.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+                raise Error(
+                    f"A compiled model cannot be converted (from {probe.dtype} on {probe.device} to {moved.dtype} on "
+                    f"{moved.device}): its graphs and shards are made for what it was.",
+                    fix="Convert it before shardc.compile; to compute in another dtype, pass the plan `param_dtype=`.",
+                )
+        return self
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears `.grad` and the accumulators."""
         super().zero_grad(set_to_none)
@@ -222,5 +227,5 @@ def adopt(model: nn.Module, runtime: Runtime, call: Callable[..., Any]) -> nn.Mo
     object.__setattr__(model, "_shardc", runtime)
     object.__setattr__(model, "_shardc_call", call)
     model.__class__ = type(cls.__name__, (Compiled, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-    model.register_load_state_dict_post_hook(lambda module, keys: runtime.mark_stale())
+    model.register_load_state_dict_post_hook(lambda module, keys: module._shardc.mark_stale())
     return model

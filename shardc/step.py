@@ -7,6 +7,7 @@ a compute copy where the params rung is below optim, and an accumulator where gr
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from passes.accumulate import accumulator_dtype
 from passes.build import identifiers
 from passes.insert import Param
 from shardc import _torch
+from shardc.capture import hollow
+from shardc.leaf import watched
 from shardc.lower import Lowering
 from shardc.program import Program
 from shardc.unsynced import UnsyncedGradient
@@ -43,6 +46,17 @@ class Sharded:
     synced_grad: torch.Tensor | None = None
     """an earlier synced `.grad`, kept aside while unsynced ones accumulate"""
     seen_version: int = -1
+    """of `tensor` when it was last looked at; -1 after a change that bumps none"""
+
+    def __post_init__(self) -> None:
+        alive = weakref.ref(self)  # aliases of the tensor, such as a state dict, do not keep copies alive
+
+        def changed() -> None:
+            found = alive()
+            if found is not None:
+                found.seen_version = -1
+
+        self.tensor = watched(self.tensor, changed)
 
     @property
     def shard(self) -> torch.Tensor:
@@ -66,6 +80,12 @@ class Sharded:
         """A synced gradient as a DTensor like the parameter."""
         local = _torch.local_of(self.tensor)
         return _torch.dtensor(value[: local.shape[0]] if local.dim() else value, self.tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        """With a tensor of its own, and nothing that is derived from it."""
+        shape, device, trains = self.hollow.shape, self.hollow.device, self.hollow.requires_grad
+        stand_in = hollow(shape, self.hollow.dtype, device, trains)
+        return Sharded(self.name, self.param, copy.deepcopy(self.tensor, memo), stand_in)
 
     def clear(self) -> None:
         """What waited is dropped; a marker that was zeroed, not removed, becomes the zeros that it stands for."""
@@ -101,14 +121,19 @@ class Runtime:
     def __post_init__(self) -> None:
         self.keys = identifiers(self.params)  # what accumulators are called in graphs
         self.mark_stale()
+        watch_optimizers(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """For a copy of the model. It shares the compiled regions."""
+        params = {name: copy.deepcopy(p, memo) for name, p in self.params.items()}
+        return memo.setdefault(id(self), Runtime(params, self.lowering, syncing=self.syncing))
 
     def mark_stale(self) -> None:
         """The next forward refreshes."""
         self.stale.update(name for name, p in self.params.items() if p.param.has_copy)
 
     def notice_updates(self) -> None:
-        """An update written by hand bumps the version of the DTensor. It is only one of the signs: foreach and fused
-        optimizers bump nothing, which is why steps and synced backwards count as well."""
+        """Updates written by hand, in whatever form."""
         for name, p in self.params.items():
             if p.param.has_copy and p.tensor._version != p.seen_version:
                 p.seen_version = p.tensor._version
@@ -183,7 +208,8 @@ class Step:
         captured = self.program.captured
         inputs = [self.params[n].tensor if n in self.params else v for n, v in zip(captured.inputs, flat, strict=True)]
         self.runtime.notice_updates()
-        outs = _Autograd.apply(self, *inputs) if captured.trains else self.run_forward(inputs)[0]
+        with torch.inference_mode(False):  # copies that are made here are read by forwards that train
+            outs = _Autograd.apply(self, *inputs) if captured.trains else self.run_forward(inputs)[0]
         for index, value in zip(captured.mutated, outs, strict=False):
             flat[index].copy_(value)
         return tuple(outs[len(captured.mutated) :])
@@ -194,8 +220,8 @@ class Step:
         stale = frozenset(n for n, p in self.params.items() if p.name in self.runtime.stale)
         args = [self._input(name, value, name in stale) for name, value in zip(names, inputs, strict=True)]
         result = self._forward(stale)(args)
-        for name, copy in (result[2] if stale else {}).items():
-            self.runtime.params[name].copy = copy
+        for name, value in (result[2] if stale else {}).items():
+            self.runtime.params[name].copy = value
             self.runtime.stale.discard(name)
         return result[0], result[1]
 

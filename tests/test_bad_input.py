@@ -223,6 +223,21 @@ def test_the_models_own_exceptions_stay_what_they_are() -> None:
         shardc.trace(OneRow(2, 2), shardc.Plan.zero3(TOPOLOGY), torch.ones(2, 2))
 
 
+def changes_that_sharding_rules_out() -> None:
+    model = compiled(nn.Linear(2, 2), shardc.Plan.zero3(shardc.Topology(node=1, gpu=1)))
+    assert model.to("cpu").float() is model
+    with pytest.raises(shardc.Error, match="cannot be converted .from torch.float32 on cpu to torch.bfloat16") as error:
+        model.to(torch.bfloat16)
+    assert "pass the plan `param_dtype=`" in str(error.value)
+    with pytest.raises(shardc.Error, match=r"`\.data` of a sharded parameter would change nothing") as error:
+        model.weight.data = 2 * model.weight.data
+    assert "parameter.copy_(values)" in str(error.value)
+
+
+def test_conversion_and_assignment_to_data() -> None:
+    run(changes_that_sharding_rules_out, 1)
+
+
 def override_of_nothing() -> None:
     plan = shardc.Plan.zero3(shardc.Topology(node=1, gpu=1), overrides={"wieght": {"params": "replicated"}})
     with pytest.raises(shardc.Error, match="override 'wieght' matches no parameter") as error:

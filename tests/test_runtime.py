@@ -7,6 +7,7 @@ rung, accumulators on the gpu rung, optimizer on all, so each kind of state is t
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardc
 from training import error
@@ -134,14 +136,52 @@ def updates_by_hand() -> None:
                     p.add_(p.grad, alpha=-0.1)
             model.zero_grad()
         pair.check_outputs()
-    with torch.no_grad():
-        for model in pair.both:
-            model.up.weight.mul_(2)
-    pair.check_outputs()
 
 
 def test_forward_sees_updates_by_hand_also_after_an_eval_forward() -> None:
     run(updates_by_hand, 4)
+
+
+WAYS_TO_DOUBLE: list[Callable[[nn.Parameter], object]] = [
+    lambda weight: weight.mul_(2),
+    lambda weight: weight.detach().mul_(2),
+    lambda weight: weight.data.mul_(2),
+    lambda weight: torch._foreach_mul_([weight], 2.0),
+    lambda weight: torch._foreach_mul_([weight.detach()], 2.0),
+    lambda weight: weight.__imul__(2),
+    lambda weight: weight.__setitem__(slice(None), 2 * weight.detach()),
+]
+
+
+def doubled_in_every_way() -> None:
+    pair = Pair(plan())
+    pair.check_outputs()
+    for double in WAYS_TO_DOUBLE:
+        for model in pair.both:
+            with torch.no_grad():
+                double(model.up.weight)
+        pair.check_outputs()
+        assert not pair.model._shardc.stale
+
+
+def test_forward_sees_what_changed_without_an_optimizer_in_whatever_way() -> None:
+    run(doubled_in_every_way, 4)
+
+
+def saved_and_loaded() -> None:
+    model = Pair(plan()).model
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assert {type(v) for v in loaded.values()} == {DTensor}
+    assert all(
+        torch.equal(v.full_tensor(), p.full_tensor()) for v, p in zip(loaded.values(), model.parameters(), strict=True)
+    )
+
+
+def test_state_dict_is_pickled_as_plain_dtensors() -> None:
+    run(saved_and_loaded, 4)
 
 
 def load_other_values() -> None:

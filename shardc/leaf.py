@@ -1,0 +1,88 @@
+"""Leaf: the DTensor that stands for a parameter, and says when its values are changed by hand.
+
+Copies of parameters (where the params rung is below optim) have to be made again after a change. An ordinary in-place
+op bumps the version of a tensor; but a foreach or fused op bumps nothing on a DTensor, and nor does a change through
+`.data`. So a leaf sees every torch function that it is given to, and so do its aliases (`detach()`, `.data`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from passes.errors import Error
+from passes.layout import Layout
+
+_ALIASES = (torch.Tensor.detach, torch.Tensor.data.__get__)
+_SET_DATA = torch.Tensor.data.__set__
+
+
+class Leaf(DTensor):
+    """A DTensor whose `changed()` is called when a torch function has written to it. It is pickled as a DTensor."""
+
+    __slots__ = ()
+    changed: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == _SET_DATA:
+            raise Error(
+                "Assigning to `.data` of a sharded parameter would change nothing: a DTensor's values lie elsewhere.",
+                fix="Write into it: `with torch.no_grad(): parameter.copy_(values)`.",
+            )
+        result = super().__torch_function__(func, types, tuple(args), kwargs or {})
+        if func in _ALIASES:
+            return watched(result, args[0].changed)
+        if _writes(func):
+            targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            for target in targets:
+                if isinstance(target, Leaf):
+                    target.changed()
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """Values of its own, which nobody watches."""
+        new = _plain(self).clone()
+        return memo.setdefault(
+            id(self), nn.Parameter(new, self.requires_grad) if isinstance(self, nn.Parameter) else new
+        )
+
+
+def watched(tensor: DTensor, changed: Callable[[], None]) -> Leaf:
+    """The same object as a leaf."""
+    tensor.__class__ = Leaf
+    assert isinstance(tensor, Leaf)
+    tensor.changed = changed
+    return tensor
+
+
+def _plain(leaf: Leaf) -> DTensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return leaf.detach()
+
+
+@cache
+def _writes(func: Callable[..., Any]) -> bool:
+    """To its first argument? Torch's naming tells: `mul_`, `_foreach_lerp_`, `_fused_adamw_`, `__setitem__`."""
+    name = func.__name__
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+
+
+def leaf(local: torch.Tensor, layout: Layout, mesh: DeviceMesh, requires_grad: bool) -> nn.Parameter:
+    """The parameter of which this rank holds the rows `local`: a DTensor, not watched yet."""
+    shape = torch.Size(layout.shape)
+    placements = [Shard(0) if i < layout.optim else Replicate() for i in range(mesh.ndim)]
+    stride = torch.empty(shape, device="meta").stride()
+    value = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(value, requires_grad=requires_grad)

@@ -1,0 +1,447 @@
+"""Loops: how people train, a function each. It takes a model, trains it and returns what it saw (losses, mostly); it
+does not know whether the model is sharded. Micro-batches are the same on every rank, so one process sees the same."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+from training import adamw, batch
+
+STEPS = range(3)
+Loop = Callable[[nn.Module], list[float]]
+
+
+def data(step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
+    return batch(step, micro, 0)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    """The plain step."""
+    loss = model(*data(step))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def value(x: Tensor) -> float:
+    return float(x.full_tensor() if hasattr(x, "full_tensor") else x)
+
+
+# Optimizers and gradients
+
+
+def plain(model: nn.Module) -> list[float]:
+    optimizer = adamw(model.parameters())
+    return [update(model, optimizer, step) for step in STEPS]
+
+
+def groups_schedule_and_clipping(model: nn.Module) -> list[float]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+    optimizer = adamw(groups)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    seen = []
+    for step in STEPS:
+        loss = model(*data(step))
+        loss.backward()
+        norm = clip_grad_norm_(trained, 0.1)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        seen += [loss.item(), value(norm)]
+    return seen
+
+
+def clipping_by_value(model: nn.Module) -> list[float]:
+    optimizer = adamw(model.parameters())
+    seen = []
+    for step in STEPS:
+        loss = model(*data(step))
+        loss.backward()
+        clip_grad_value_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+def grad_scaler(model: nn.Module, scale: float = 1024.0) -> list[float]:
+    optimizer, scaler = adamw(model.parameters()), torch.amp.GradScaler("cpu", init_scale=scale)
+    seen = []
+    for step in STEPS:
+        loss = model(*data(step))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen += [loss.item(), scaler.get_scale()]
+    return seen
+
+
+def grad_scaler_that_skips_steps(model: nn.Module) -> list[float]:
+    return grad_scaler(model, scale=3e38)
+
+
+def update_by_hand(model: nn.Module) -> list[float]:
+    seen = []
+    for step in STEPS:
+        loss = model(*data(step))
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+                    p.grad = None
+        seen.append(loss.item())
+    return seen
+
+
+def autograd_grad(model: nn.Module) -> list[float]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    seen = []
+    for step in STEPS:
+        loss = model(*data(step))
+        with torch.no_grad():
+            for p, grad in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
+                if grad is not None:
+                    p.sub_(0.1 * grad)
+        seen.append(loss.item())
+    return seen
+
+
+def hooks_on_parameters(model: nn.Module) -> list[float]:
+    seen: list[float] = []
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_hook(lambda grad: grad * 0.5)
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(value(p.grad.detach().norm())))
+    optimizer = adamw(model.parameters())
+    losses = [update(model, optimizer, step) for step in STEPS]
+    return losses + sorted(seen)
+
+
+def optimizer_in_the_backward(model: nn.Module) -> list[float]:
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters() if p.requires_grad}
+
+    def step_and_free(p: nn.Parameter) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in optimizers:
+        p.register_post_accumulate_grad_hook(step_and_free)
+    seen = []
+    for step in STEPS:
+        loss = model(*data(step))
+        loss.backward()
+        seen.append(loss.item())
+    return seen
+
+
+# Accumulation
+
+
+def accumulation(model: nn.Module, skip: Callable[[bool], Any]) -> list[float]:
+    """`skip(True)` is a context in which gradients do not sync."""
+    optimizer = adamw(model.parameters())
+    seen = []
+    for step in STEPS:
+        for micro in range(3):
+            with skip(micro < 2):
+                loss = model(*data(step, micro)) / 3
+                loss.backward()
+            seen.append(loss.item())
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def accumulation_with_no_sync(model: nn.Module) -> list[float]:
+    """As under DDP."""
+    no_sync = getattr(model, "no_sync", contextlib.nullcontext)
+    return accumulation(model, lambda skip: no_sync() if skip else contextlib.nullcontext())
+
+
+def accumulation_with_a_switch(model: nn.Module) -> list[float]:
+    """As under FSDP2."""
+    switch = getattr(model, "set_requires_gradient_sync", lambda on: None)
+
+    def skip(yes: bool) -> Any:
+        switch(not yes)
+        return contextlib.nullcontext()
+
+    return accumulation(model, skip)
+
+
+def accumulation_of_synced_gradients(model: nn.Module) -> list[float]:
+    """A loop that knows of neither."""
+    return accumulation(model, lambda skip: contextlib.nullcontext())
+
+
+def gradients_cleared_half_way(model: nn.Module) -> list[float]:
+    switch = getattr(model, "set_requires_gradient_sync", lambda on: None)
+    optimizer = adamw(model.parameters())
+    seen = []
+    for step, clear in enumerate((model, optimizer, model, optimizer)):
+        for micro in range(3):
+            if micro == 1:
+                clear.zero_grad(set_to_none=step < 2)
+            switch(micro == 2)
+            loss = model(*data(step, micro))
+            loss.backward()
+            seen.append(loss.item())
+        optimizer.step()
+        model.zero_grad(set_to_none=step % 2 == 0)
+    return seen
+
+
+# Forwards and backwards
+
+
+def autocast(model: nn.Module) -> list[float]:
+    optimizer = adamw(model.parameters())
+    seen = []
+    for step in STEPS:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(*data(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+def evaluation(model: nn.Module, step: int) -> list[float]:
+    model.eval()
+    with torch.no_grad():
+        seen = [model(*data(step)).item()]
+    with torch.inference_mode():
+        seen.append(model(*data(step)).item())
+    model.train()
+    return seen
+
+
+def evaluation_before_and_between_steps(model: nn.Module) -> list[float]:
+    optimizer = adamw(model.parameters())
+    with torch.inference_mode():
+        seen = [model(*data(0)).item()]
+    for step in STEPS:
+        seen += [update(model, optimizer, step), *evaluation(model, step)]
+    return seen
+
+
+def evaluation_in_the_middle_of_an_accumulation(model: nn.Module) -> list[float]:
+    switch = getattr(model, "set_requires_gradient_sync", lambda on: None)
+    optimizer = adamw(model.parameters())
+    seen = []
+    for step in STEPS:
+        for micro in range(2):
+            switch(micro == 1)
+            loss = model(*data(step, micro))
+            loss.backward()
+            seen += [loss.item(), *evaluation(model, step)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def two_forwards_before_a_backward(model: nn.Module) -> list[float]:
+    optimizer = adamw(model.parameters())
+    seen = []
+    for step in STEPS:
+        loss = model(*data(step)) + model(*data(step, 1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+def backwards_in_another_order(model: nn.Module) -> list[float]:
+    optimizer = adamw(model.parameters())
+    seen = []
+    for step in STEPS:
+        first, second = model(*data(step)), model(*data(step, 1))
+        second.backward()
+        first.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [first.item(), second.item()]
+    return seen
+
+
+def retained_graph(model: nn.Module) -> list[float]:
+    optimizer = adamw(model.parameters())
+    loss = model(*data(0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    return [loss.item(), model(*data(0)).item()]
+
+
+def checkpoint_around_the_model(model: nn.Module) -> list[float]:
+    optimizer = adamw(model.parameters())
+    seen = []
+    for step in STEPS:
+        loss = checkpoint(lambda *args: 2 * model(*args), *data(step), use_reentrant=False)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+# The model changes
+
+
+def changing_shapes(model: nn.Module) -> list[float]:
+    optimizer = adamw(model.parameters())
+    seen = []
+    for step in range(6):
+        ids, labels = (x[:, : 2 + step % 3] for x in data(step))
+        loss = model(ids, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+def hooks_on_modules(model: nn.Module) -> list[float]:
+    optimizer = adamw(model.parameters())
+    doubled = model.register_forward_hook(lambda module, args, out: 2 * out)
+    inner = next(model.children()).register_forward_hook(lambda module, args, out: out + 1)
+    seen = [update(model, optimizer, 0)]
+    doubled.remove()
+    seen.append(update(model, optimizer, 1))
+    inner.remove()
+    return [*seen, update(model, optimizer, 2)]
+
+
+def freezing_and_thawing(model: nn.Module) -> list[float]:
+    optimizer = adamw(model.parameters())
+    first = next(model.parameters())
+    seen = []
+    for step in range(4):
+        first.requires_grad_(step % 2 == 0)
+        seen.append(update(model, optimizer, step))
+    return seen
+
+
+def changed_attribute(model: nn.Module) -> list[float]:
+    """A plain attribute that the forward reads; the norm of the examples' GPT has one."""
+    norm = next(m for m in model.modules() if isinstance(m, nn.RMSNorm))
+    optimizer = adamw(model.parameters())
+    seen = []
+    for step in STEPS:
+        norm.eps = (1e-6, 0.5, 1e-6)[step]
+        seen.append(update(model, optimizer, step))
+    return seen
+
+
+# Averages and copies
+
+
+def average_of_weights(model: nn.Module) -> list[float]:
+    optimizer = adamw(model.parameters())
+    average = [p.detach().clone() for p in model.parameters()]
+    seen = []
+    for step in STEPS:
+        seen.append(update(model, optimizer, step))
+        with torch.no_grad():
+            for a, p in zip(average, model.parameters(), strict=True):
+                a.lerp_(p, 0.1)
+    with torch.no_grad():
+        for a, p in zip(average, model.parameters(), strict=True):
+            p.copy_(a)
+    return [*seen, model(*data(0)).item()]
+
+
+def averaged_model(model: nn.Module) -> list[float]:
+    """torch's own, which copies the model."""
+    average, optimizer = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), adamw(model.parameters())
+    seen = []
+    for step in STEPS:
+        seen.append(update(model, optimizer, step))
+        average.update_parameters(model)
+        seen.append(average(*data(step)).item())
+    return seen
+
+
+def deep_copy(model: nn.Module) -> list[float]:
+    """From then on each is trained by itself."""
+    optimizer = adamw(model.parameters())
+    seen = [update(model, optimizer, 0)]
+    other = copy.deepcopy(model)
+    seen.append(update(model, optimizer, 1))
+    optimizer = adamw(other.parameters())
+    seen += [update(other, optimizer, 2), update(other, optimizer, 1)]
+    return [*seen, model(*data(2)).item()]
+
+
+LOOPS: list[Loop] = [
+    plain,
+    groups_schedule_and_clipping,
+    clipping_by_value,
+    grad_scaler,
+    grad_scaler_that_skips_steps,
+    update_by_hand,
+    autograd_grad,
+    hooks_on_parameters,
+    optimizer_in_the_backward,
+    accumulation_with_no_sync,
+    accumulation_with_a_switch,
+    accumulation_of_synced_gradients,
+    gradients_cleared_half_way,
+    autocast,
+    evaluation_before_and_between_steps,
+    evaluation_in_the_middle_of_an_accumulation,
+    two_forwards_before_a_backward,
+    backwards_in_another_order,
+    retained_graph,
+    checkpoint_around_the_model,
+    changing_shapes,
+    hooks_on_modules,
+    freezing_and_thawing,
+    changed_attribute,
+    average_of_weights,
+    averaged_model,
+    deep_copy,
+]
+COMPILED: list[Loop] = [gradients_cleared_half_way, evaluation_before_and_between_steps, averaged_model]
+"""The few that a test runs through Inductor too."""
+
+# Optimizers of torch that take DTensors, form by form. The others say no at their first step: Adafactor, LBFGS, Rprop,
+# SparseAdam (dense gradients), and the fused forms of SGD and Adagrad.
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"foreach": form}) for name in ("Adadelta", "Adagrad", "Adamax", "ASGD") for form in (False, True)),
+    *((name, {"foreach": form}) for name in ("NAdam", "RAdam", "RMSprop", "SGD") for form in (False, True)),
+    *((name, form) for name in ("Adam", "AdamW") for form in ({"foreach": False}, {"foreach": True}, {"fused": True})),
+    ("Muon", {}),
+]
+
+
+def with_optimizer(model: nn.Module, name: str, options: dict[str, Any]) -> list[float]:
+    """Muon takes matrices only."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    make = getattr(torch.optim, name)
+    eps = (
+        {"eps": 1e-3} if name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop") else {}
+    )
+    optimizer = make(matrices if name == "Muon" else model.parameters(), **options, **eps)
+    return [update(model, optimizer, step) for step in STEPS]

@@ -1,0 +1,82 @@
+"""Every way to write a loop gives what it gives in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import shardc
+from loops import COMPILED, LOOPS, OPTIMIZERS, with_optimizer
+from training import LIMIT, error
+from world import run
+
+TOPOLOGY = shardc.Topology(node=2, gpu=2)
+IIG, ZERO3 = shardc.Plan.paro(TOPOLOGY, "IIG"), shardc.Plan.zero3(TOPOLOGY)
+BF16_LIMIT = 1e-3
+"""Muon orthogonalises in bfloat16."""
+
+
+def compiled(model: nn.Module, plan: shardc.Plan, backend: str) -> nn.Module:
+    return shardc.compile(model, plan, backend=backend, progress=lambda line: None)
+
+
+def small_gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return models.gpt(layers=1)
+
+
+def worst(loop: Callable[[nn.Module], list[float]], model: nn.Module, reference: nn.Module) -> float:
+    """The largest relative error of all that the loop saw and of the parameters in the end."""
+    found, expected = torch.tensor(loop(model)), torch.tensor(loop(reference))
+    assert found.shape == expected.shape
+    seen = ((found - expected).abs() / expected.abs().clamp_min(1e-30)).nan_to_num(0.0).max()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(float(seen), *(error(p.detach().full_tensor(), q.detach()) for p, q in pairs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [IIG, ZERO3], ids=["IIG", "zero3"])
+def test_every_loop_trains_as_in_one_process(plan: shardc.Plan) -> None:
+    names = [loop.__name__ for loop in LOOPS]
+    assert too_far(run(run_loops, 4, names, plan, "eager", timeout_s=600)[0]) == {}
+
+
+@pytest.mark.slow
+def test_compiled_loops_train_as_in_one_process() -> None:
+    names = [loop.__name__ for loop in COMPILED]
+    assert too_far(run(run_loops, 4, names, IIG, "inductor", timeout_s=600)[0]) == {}
+
+
+def run_loops(names: list[str], plan: shardc.Plan, backend: str) -> dict[str, float]:
+    by_name = {loop.__name__: loop for loop in LOOPS}
+    return {n: worst(by_name[n], compiled(small_gpt(), plan, backend), small_gpt()) for n in names}
+
+
+def too_far(errors: dict[str, float], limit: float = LIMIT) -> dict[str, float]:
+    return {name: e for name, e in errors.items() if not e <= limit}
+
+
+@pytest.mark.slow
+def test_every_optimizer_that_takes_dtensors_trains_as_in_one_process() -> None:
+    errors = run(run_optimizers, 4, timeout_s=600)[0]
+    assert errors.pop("Muon {}") <= BF16_LIMIT
+    assert too_far(errors) == {}
+
+
+def run_optimizers() -> dict[str, float]:
+    """One model for all: it starts from the same values each time."""
+    reference, model = small_gpt(), compiled(small_gpt(), IIG, "eager")
+    start = copy.deepcopy(model.state_dict())
+    errors = {}
+    for name, options in OPTIMIZERS:
+        model.load_state_dict(start)
+        errors[f"{name} {options}"] = worst(
+            partial(with_optimizer, name=name, options=options), model, copy.deepcopy(reference)
+        )
+    return errors
