@@ -7,6 +7,7 @@ op bumps the version of a tensor; but a foreach or fused op bumps nothing on a D
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -27,7 +28,7 @@ class Leaf(DTensor):
     """A DTensor whose `changed()` is called when a torch function has written to it. It is pickled as a DTensor."""
 
     __slots__ = ()
-    changed: Callable[[], None]
+    changed: Changed
 
     @classmethod
     def __torch_function__(
@@ -59,11 +60,30 @@ class Leaf(DTensor):
         )
 
 
-def watched(tensor: DTensor, changed: Callable[[], None]) -> Leaf:
+# torch's staging of asynchronous checkpoints copies what the class of a tensor lists here.
+Leaf.__slots__ = DTensor.__slots__
+
+
+class Changed:
+    """Calls a method of an object for as long as that is alive. A pickled or copied one calls nothing."""
+
+    def __init__(self, method: Callable[[], None] | None = None):
+        self.method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self) -> None:
+        method = self.method and self.method()
+        if method is not None:
+            method()
+
+    def __reduce__(self) -> tuple[type[Changed], tuple[()]]:
+        return Changed, ()
+
+
+def watched(tensor: DTensor, changed: Changed) -> Leaf:
     """The same object as a leaf."""
     tensor.__class__ = Leaf
     assert isinstance(tensor, Leaf)
-    tensor.changed = changed
+    tensor.__dict__["changed"] = changed
     return tensor
 
 

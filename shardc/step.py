@@ -23,7 +23,7 @@ from passes.build import identifiers
 from passes.insert import Param
 from shardc import _torch
 from shardc.capture import hollow
-from shardc.leaf import watched
+from shardc.leaf import Changed, watched
 from shardc.lower import Lowering
 from shardc.program import Program
 from shardc.unsynced import UnsyncedGradient
@@ -49,14 +49,11 @@ class Sharded:
     """of `tensor` when it was last looked at; -1 after a change that bumps none"""
 
     def __post_init__(self) -> None:
-        alive = weakref.ref(self)  # aliases of the tensor, such as a state dict, do not keep copies alive
+        self.tensor = watched(self.tensor, Changed(self.changed))
 
-        def changed() -> None:
-            found = alive()
-            if found is not None:
-                found.seen_version = -1
-
-        self.tensor = watched(self.tensor, changed)
+    def changed(self) -> None:
+        """The tensor was written to without a new version."""
+        self.seen_version = -1
 
     @property
     def shard(self) -> torch.Tensor:
