@@ -6,6 +6,7 @@ from shardc.plan import Plan
 from shardc.program import Program
 from shardc.topology import Topology
 from shardc.trace import programs, trace
+from shardc.weights import load
 
 __version__ = "0.1.0"
-__all__ = ["Error", "Plan", "Program", "Topology", "compile", "programs", "trace"]
+__all__ = ["Error", "Plan", "Program", "Topology", "compile", "load", "programs", "trace"]

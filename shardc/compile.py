@@ -31,6 +31,7 @@ from shardc.plan import Plan
 from shardc.program import Program
 from shardc.runner import Runner
 from shardc.step import Runtime, Sharded, Step
+from shardc.weights import Source, load
 
 
 def build(
@@ -76,6 +77,7 @@ def compile(
     backend: str = "inductor",
     *,
     init: Callable[[nn.Module], None] | None = None,
+    weights: Source | None = None,
     dynamic: bool = False,
     timeout_s: float = 300.0,
     progress: Callable[[str], None] | None = None,
@@ -83,9 +85,10 @@ def compile(
     """Shards `model` in place according to `plan` and returns it; it is compiled at its first call.
 
     init: a function of one module that gives values to parameters on the meta device (default: transformers' own, or
-    `reset_parameters`). dynamic: dims of inputs are symbolic. timeout_s: how long ranks wait for each other when
-    they compare plan and program. progress: called with a line of text as compilation goes on (default: rank 0 writes
-    to stderr).
+    `reset_parameters`). weights: safetensors files, or a directory of them, to read all parameters from; those on the
+    meta device are then not initialised first. dynamic: dims of inputs are symbolic. timeout_s: how long ranks wait for
+    each other when they compare plan and program. progress: called with a line of text as compilation goes on (default:
+    rank 0 writes to stderr).
     Raises `shardc.Error` for a plan that does not fit the model or the process group, and where ranks disagree.
     """
     _torch.check_version()
@@ -96,12 +99,14 @@ def compile(
     agree("plan and model", _description(plan, backend, parameters), timeout_s)
     mesh = plan.topology.mesh(device.type)
     _torch.silence_flatten_advice(mesh)
-    sharded = _shard(model, plan, params, mesh, device, init)
+    sharded = _shard(model, plan, params, mesh, device, init, later=weights is not None)
     groups = {axis: mesh.get_group(axis).group_name for axis, size in plan.topology.inner}
-    progress = progress or _to_stderr
-    runtime = Runtime(sharded, Lowering(backend, groups, progress))
-    compiler = Compiler(model, type(model).forward, params, runtime, dynamic, timeout_s, progress)
-    return adopt(model, runtime, compiler)
+    say = progress or _to_stderr
+    runtime = Runtime(sharded, Lowering(backend, groups, say))
+    model = adopt(model, runtime, Compiler(model, type(model).forward, params, runtime, dynamic, timeout_s, say))
+    if weights is not None:
+        load(model, weights, progress=progress is None)
+    return model
 
 
 @dataclass(eq=False)
@@ -181,7 +186,7 @@ def _description(plan: Plan, backend: str, parameters: Mapping[str, nn.Parameter
 
 
 def _shard(
-    model: nn.Module, plan: Plan, params: Mapping[str, Param], mesh: Any, device: torch.device, init: Any
+    model: nn.Module, plan: Plan, params: Mapping[str, Param], mesh: Any, device: torch.device, init: Any, later: bool
 ) -> dict[str, Sharded]:
     """Replaces every parameter of the model by its leaf, module by module: one module at a time is of full size."""
     stand_ins = hollows(plan, named(model), device)
@@ -189,7 +194,7 @@ def _shard(
     leaves: dict[str, Sharded] = {}
     with same_random_numbers(device):
         for prefix, module in list(model.named_modules()):
-            materialise(model, module, prefix, device, init)
+            materialise(model, module, prefix, device, init, later)
             for owner, key, name in places:
                 if owner is module._parameters and name not in leaves:
                     tensor = shard_leaf(owner[key], params[name], mesh, device)

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from passes.errors import Error
 from passes.insert import Param
 from passes.layout import Layout
+from shardc import _torch
 from shardc.capture import hollow
 from shardc.leaf import leaf
 from shardc.plan import Plan
@@ -91,19 +93,18 @@ def hollows(plan: Plan, parameters: dict[str, nn.Parameter], device: torch.devic
 
 def shard_leaf(p: torch.Tensor, param: Param, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
     """Rank 0's value, cut; the local tensor is the head of a buffer of `piece_rows` rows, so that it travels without
-    a copy."""
-    layout = param.layout
+    a copy. Of a parameter on the meta device: as yet without a value."""
+    layout, coordinate = param.layout, tuple(mesh.get_coordinate() or ())
+    buffer = torch.zeros(layout.rung_shape(layout.optim), dtype=p.dtype, device=device)
+    local = buffer[: layout.local_rows(coordinate)] if layout.optim else buffer
+    if p.is_meta:
+        local.fill_(_unset(p.dtype))
+        return leaf(local, layout, mesh, p.requires_grad)
     full = p.detach().to(device).contiguous()
     if mesh.size() > 1:
         dist.broadcast(full, src=0)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    rows, start = layout.local_rows(tuple(coordinate)), layout.local_start(tuple(coordinate))
-    buffer = full.new_zeros(layout.rung_shape(layout.optim))
-    if layout.optim == 0:
-        return leaf(buffer.copy_(full), layout, mesh, p.requires_grad)
-    local = buffer[:rows]
-    local.copy_(full[start : start + rows])
+    start = layout.local_start(coordinate)
+    local.copy_(full[start : start + len(local)] if layout.optim else full)
     return leaf(local, layout, mesh, p.requires_grad)
 
 
@@ -123,14 +124,15 @@ Initialiser = Callable[[nn.Module], None]
 
 
 def materialise(
-    model: nn.Module, module: nn.Module, prefix: str, device: torch.device, init: Initialiser | None
-) -> dict[str, torch.Tensor]:
-    """Full values of the parameters that one module owns on the meta device. Every rank draws the same ones, in the
-    order of the modules, so they do not depend on the mesh."""
+    model: nn.Module, module: nn.Module, prefix: str, device: torch.device, init: Initialiser | None, later: bool
+) -> None:
+    """Full values of the parameters and buffers that one module owns on the meta device. Every rank draws the same
+    ones, in the order of the modules, so they do not depend on the mesh. With `later`, parameters get their values
+    afterwards, and only modules that own buffers are initialised."""
     own = [key for key, p in module._parameters.items() if p is not None and p.is_meta]
     buffers = [key for key, b in module._buffers.items() if b is not None and b.is_meta]
-    if not own and not buffers:
-        return {}
+    if not (buffers or (own and not later)):
+        return
     initialise = init or _initialiser(model, module, prefix)
     for key in own:
         p = module._parameters[key]
@@ -141,7 +143,6 @@ def materialise(
         initialise(module)
     for key in (*own, *buffers):
         _check_set(getattr(module, key), f"{prefix}.{key}".lstrip("."))
-    return {key: module._parameters[key] for key in own}
 
 
 def _unset_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -227,5 +228,19 @@ def adopt(model: nn.Module, runtime: Runtime, call: Callable[..., Any]) -> nn.Mo
     object.__setattr__(model, "_shardc", runtime)
     object.__setattr__(model, "_shardc_call", call)
     model.__class__ = type(cls.__name__, (Compiled, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    model.register_load_state_dict_pre_hook(_take_own_rows)
     model.register_load_state_dict_post_hook(lambda module, keys: module._shardc.mark_stale())
     return model
+
+
+def _take_own_rows(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+    """Lets a state dict of full tensors be loaded: each becomes a DTensor of this rank's rows of it."""
+    if metadata.get("assign_to_params_buffers", False):
+        raise Error(
+            "load_state_dict(assign=True) would replace the parameters of a compiled model.", fix="Leave it False."
+        )
+    sharded = {id(p.tensor): p for p in module._shardc.params.values()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
+            state[prefix + name] = _torch.dtensor(value[sharded[id(parameter)].rows].to(parameter.device), parameter)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -54,6 +55,14 @@ class Sharded:
     def changed(self) -> None:
         """The tensor was written to without a new version."""
         self.seen_version = -1
+
+    @property
+    def rows(self) -> slice | EllipsisType:
+        """Of the full parameter: those that lie on this rank."""
+        if not self.param.layout.optim:
+            return ...
+        start = self.param.layout.local_start(tuple(self.tensor.device_mesh.get_coordinate() or ()))
+        return slice(start, start + len(_torch.local_of(self.tensor)))
 
     @property
     def shard(self) -> torch.Tensor:
