@@ -22,10 +22,14 @@ FIX = "Move this out of the forward, or make it an operator (torch.library.custo
 
 
 def captured_call(
-    compiled: Callable[..., Any], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    compiled: Callable[..., Any],
+    forward: Callable[..., Any],
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
-    """`compiled(model, *args, **kwargs)`, a full-graph capture. Our own errors come out as they are, not wrapped by
-    Dynamo; a graph break as one of ours that names every other break as well."""
+    """`compiled(model, *args, **kwargs)`, a full-graph capture of `forward`. Our own errors come out as they are, not
+    wrapped by Dynamo; a graph break as one of ours that names every other break as well."""
     try:
         return compiled(model, *args, **kwargs)
     except torch._dynamo.exc.BackendCompilerFailed as error:
@@ -34,21 +38,23 @@ def captured_call(
         raise
     except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
         first = error
-    others, end = rehearse(model, args, kwargs)
+    others, end = rehearse(forward, model, args, kwargs)
     if end is not None and f"raised exception {type(end).__name__}(" in str(first):
         raise end  # not a matter of capture: the forward raises for these arguments
     raise report(first, others, end) from end
 
 
-def rehearse(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Break], Exception | None]:
+def rehearse(
+    forward: Callable[..., Any], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Break], Exception | None]:
     """Runs the forward once more, with graph breaks allowed: what Dynamo captures gives zeros, what lies between is run
     by Python on zeros. Returns the breaks on the way and what ended it early, if anything did."""
-    forward = torch.compile(own_code(type(model).forward), backend=_pretend, dynamic=False)
+    broken = torch.compile(own_code(forward), backend=_pretend, dynamic=False)
     parameters = {name: nn.Parameter(_zeros(p), p.requires_grad) for name, p in model.named_parameters()}
     buffers = {name: _stand_in(buffer) for name, buffer in model.named_buffers()}
     with swapped(model, parameters, buffers), redirect_stdout(StringIO()), _torch.graph_breaks() as breaks:
         try:
-            forward(model, *tree_map(_stand_in, args), **tree_map(_stand_in, kwargs))
+            broken(model, *tree_map(_stand_in, args), **tree_map(_stand_in, kwargs))
         except (
             Exception
         ) as error:  # the rehearsal is on zeros: whatever the user's code makes of them belongs in the report

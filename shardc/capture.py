@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from passes.build import identifier, placeholders, set_outputs
+from passes.errors import Error
 from shardc import _torch
 
 
@@ -27,18 +28,22 @@ def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requi
     return nn.Parameter(value, requires_grad=requires_grad)
 
 
-def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy with a code object of its own. Dynamo keeps its cache by code object; models of one class do not share
-    theirs."""
-    new = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    new.__kwdefaults__ = function.__kwdefaults__
+def own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function like `forward`, with a code object of its own. Dynamo keeps its cache, and what it has given up on, by
+    code object; models of one class do not share theirs. What is torch's, Dynamo would wrap in one function for all."""
+    if not isinstance(forward, types.FunctionType) or forward.__module__.startswith("torch."):
+        forward = _call(forward)
+    code, name = forward.__code__.replace(), forward.__name__
+    new = types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
+    new.__kwdefaults__ = forward.__kwdefaults__
     return new
+
+
+def _call(forward: Callable[..., Any]) -> Any:
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(model, *args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ def _normal_form(graph: fx.Graph, inputs: list[fx.Node], tangents: list[fx.Node]
             results.append(node)
             changed = _torch.mutated_input(descriptor)
             if changed is not None:
+                _check_not_changed(params.get(inputs[changed].name))
                 mutated.append(changed)
     num_user = len(results) - len(mutated)
     with_tangent = {_torch.output_of(t.meta["desc"]) for t in tangents}
@@ -112,6 +118,14 @@ def _normal_form(graph: fx.Graph, inputs: list[fx.Node], tangents: list[fx.Node]
         [i in with_tangent for i in range(num_user)],
         {name: name for name in grads if name not in params.values()},
     )
+
+
+def _check_not_changed(parameter: str | None) -> None:
+    if parameter is not None:
+        raise Error(
+            f"The forward changes the parameter {parameter!r} in place; sharded, it would change a copy.",
+            fix="Change it between steps, under torch.no_grad(), or keep what the forward changes in a buffer.",
+        )
 
 
 def _is_hollow(value: Any) -> bool:

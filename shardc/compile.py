@@ -4,8 +4,10 @@ into a model."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from passes.build import outputs, set_outputs
+from passes.errors import Error
 from passes.insert import Param, insert
 from passes.order import Orders
 from passes.partition import partition
@@ -25,6 +29,7 @@ from shardc import _torch
 from shardc.agree import agree
 from shardc.breaks import captured_call
 from shardc.capture import capture, own_code
+from shardc.check import check_model
 from shardc.lower import Lowering, check_backend
 from shardc.model import adopt, hollows, materialise, named, params_of, same_random_numbers, shard_leaf, slots
 from shardc.plan import Plan
@@ -92,6 +97,7 @@ def compile(
     Raises `shardc.Error` for a plan that does not fit the model or the process group, and where ranks disagree.
     """
     _torch.check_version()
+    check_model(model)
     check_backend(backend)
     device = _device()
     parameters = named(model)
@@ -103,6 +109,7 @@ def compile(
     groups = {axis: mesh.get_group(axis).group_name for axis, size in plan.topology.inner}
     say = progress or _to_stderr
     runtime = Runtime(sharded, Lowering(backend, groups, say))
+    runtime.replaced = {id(p): weakref.ref(p) for p in parameters.values()}
     model = adopt(model, runtime, Compiler(model, type(model).forward, params, runtime, dynamic, timeout_s, say))
     if weights is not None:
         load(model, weights, progress=progress is None)
@@ -124,8 +131,31 @@ class Compiler:
     orders: Orders = field(default_factory=Orders)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        known = len(self.runtime.programs)
         with self.runtime.hollowed(self.places), _torch.capturing():
-            return captured_call(self.compiled, self.model, args, kwargs)
+            result = captured_call(self.compiled, self.forward, self.model, args, kwargs)
+        if len(self.runtime.programs) > known:
+            self.check_result(result)
+        return result
+
+    def check_inputs(self, inputs: Sequence[Any], known: Mapping[int, str]) -> None:
+        """The model may have got parameters since it was sharded."""
+        found = {id(p): name for name, p in self.model.named_parameters()}
+        new = [found[id(v)] for v in inputs if isinstance(v, nn.Parameter) and id(v) in found.keys() - known.keys()]
+        if new:
+            raise Error(
+                f"Parameter {new[0]!r} was added after shardc.compile.",
+                fix="Build the whole model first, adapters included, then compile it.",
+            )
+
+    def check_result(self, result: Any) -> None:
+        """A parameter that the forward returns as it is does not pass through the graph."""
+        names = {id(p.hollow): name for name, p in self.runtime.params.items()}
+        for name in (names[id(leaf)] for leaf in leaves(result) if id(leaf) in names):
+            raise Error(
+                f"The forward returns the parameter {name!r} itself, of which every rank has only a piece.",
+                fix="Return what was computed from it (such as its .clone()), or read it from the model outside.",
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiler:
         """For a copy of the model, which compiles its own calls. The order of collectives is agreed on already."""
@@ -144,6 +174,7 @@ class Compiler:
     def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Step:
         """torch.compile's backend."""
         names = {id(p.hollow): name for name, p in self.runtime.params.items()}
+        self.check_inputs(inputs, names)
         names |= {id(b): name for name, b in self.model.named_buffers()}
         with paused_gc(), _torch.lazy_code():
             program = build(module, inputs, names, self.params, Runner(self.progress), self.orders)
@@ -151,6 +182,12 @@ class Compiler:
                 program.agree(lambda lines: agree("collectives", lines, self.timeout_s, ordered=False))
         self.runtime.programs.append(program)
         return Step(self.runtime, program)
+
+
+def leaves(value: Any) -> list[Any]:
+    """All that is in nested outputs, dataclasses among them."""
+    found = tree_leaves(value)
+    return [x for leaf in found for x in (leaves(vars(leaf)) if dataclasses.is_dataclass(leaf) else [leaf])]
 
 
 @contextmanager

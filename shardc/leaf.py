@@ -39,7 +39,16 @@ class Leaf(DTensor):
                 "Assigning to `.data` of a sharded parameter would change nothing: a DTensor's values lie elsewhere.",
                 fix="Write into it: `with torch.no_grad(): parameter.copy_(values)`.",
             )
-        result = super().__torch_function__(func, types, tuple(args), kwargs or {})
+        try:
+            result = super().__torch_function__(func, types, tuple(args), kwargs or {})
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise Error(
+                "A sharded parameter met a plain tensor outside of the model's forward.",
+                where=func.__name__,
+                fix="Call the compiled model, not a part of it; or take the whole value (`parameter.full_tensor()`).",
+            ) from error
         if func in _ALIASES:
             return watched(result, args[0].changed)
         if _writes(func):

@@ -6,6 +6,7 @@ axis first: `Shard(0)` on the axes of the optim rung, `Replicate` on the others.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -190,6 +191,17 @@ class Compiled(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._shardc_call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        new = memo[id(self)] = self.__class__.__new__(self.__class__)
+        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Error(
+            "A compiled model is bound to its process group and cannot be pickled.",
+            fix="Save model.state_dict(), with torch.distributed.checkpoint or torch.save.",
+        )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside add to the gradients on the grads rung and do not sync (as in DDP)."""

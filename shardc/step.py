@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from passes.accumulate import accumulator_dtype
 from passes.build import identifiers
+from passes.errors import Error
 from passes.insert import Param
 from shardc import _torch
 from shardc.capture import hollow
@@ -123,6 +124,8 @@ class Runtime:
     """parameters whose copy is older than their optim shard"""
     syncing: bool = True
     programs: list[Program] = field(default_factory=list)
+    replaced: dict[int, weakref.ref[nn.Parameter]] = field(default_factory=dict)
+    """the parameters that the model had before it was sharded, by id"""
 
     def __post_init__(self) -> None:
         self.keys = identifiers(self.params)  # what accumulators are called in graphs
@@ -144,6 +147,16 @@ class Runtime:
             if p.param.has_copy and p.tensor._version != p.seen_version:
                 p.seen_version = p.tensor._version
                 self.stale.add(name)
+
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It would update tensors that nobody uses any more."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) in self.replaced and self.replaced[id(p)]() is p:
+                    raise Error(
+                        f"{type(optimizer).__name__} has parameters that the model had before shardc.compile.",
+                        fix="Compile the model first, then build the optimizer on model.parameters().",
+                    )
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Was it a step on our parameters?"""
@@ -173,6 +186,8 @@ class Runtime:
     def hollowed(self, slots: Sequence[tuple[dict[str, Any], str, Sharded]]) -> Iterator[None]:
         """The model with hollow parameters in the place of its own."""
         for owner, key, p in slots:
+            _check_in_place(owner.get(key), p)
+        for owner, key, p in slots:
             if p.hollow.requires_grad != p.tensor.requires_grad:
                 p.hollow.requires_grad_(p.tensor.requires_grad)
             owner[key] = p.hollow
@@ -183,15 +198,30 @@ class Runtime:
                 owner[key] = p.tensor
 
 
+def _check_in_place(found: Any, p: Sharded) -> None:
+    if found is not p.tensor:
+        raise Error(
+            f"Parameter {p.name!r} was replaced or taken away after shardc.compile.",
+            fix="Write new values into it under torch.no_grad() (`parameter.copy_(...)`); "
+            "parametrizations and adapters go in before the model is compiled.",
+        )
+
+
 def watch_optimizers(runtime: Runtime) -> None:
     """Any optimizer's step on the runtime's parameters marks them stale, for as long as the runtime lives."""
     alive = weakref.ref(runtime)
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = alive()
+        if found is not None:
+            found.before_optimizer_step(optimizer)
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = alive()
         if found is not None:
             found.after_optimizer_step(optimizer)
 
+    weakref.finalize(runtime, register_optimizer_step_pre_hook(before_step).remove)
     weakref.finalize(runtime, register_optimizer_step_post_hook(after_step).remove)
 
 
@@ -311,8 +341,12 @@ class _Autograd(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise Error(
+                "create_graph=True asks for gradients of gradients, which a compiled model does not have.",
+                fix="Compute the inner gradient in the forward (torch.func.grad or torch.func.jvp).",
+            )
         saved = [other if v is None else v for v, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
         ctx.maybe_clear_saved_tensors()
         wanted = [t for t, d in zip(tangents, ctx.differentiable, strict=True) if d]

@@ -14,6 +14,7 @@ from passes.order import Orders
 from shardc import _torch
 from shardc.breaks import captured_call
 from shardc.capture import own_code
+from shardc.check import check_model
 from shardc.compile import build, paused_gc
 from shardc.model import hollows, named, params_of, swapped
 from shardc.plan import Plan
@@ -37,6 +38,7 @@ def trace(
     it is; arguments may be on the meta device too. Graphs are kept after every stage (`program.after("insert")`) unless
     `keep` is False."""
     _torch.check_version()
+    check_model(model)
     parameters = named(model)
     params = params_of(plan, parameters)
     runner = Runner(progress, keep)
@@ -52,7 +54,7 @@ def trace(
     names = {id(value): name for name, value in {**stand_ins, **buffers}.items()}
     call = torch.compile(own_code(type(model).forward), backend=backend, fullgraph=True, dynamic=False)
     with swapped(model, stand_ins, buffers), _torch.capturing(), contextlib.suppress(_Traced):
-        captured_call(call, model, tree_map(_on_cpu, args), tree_map(_on_cpu, kwargs))
+        captured_call(call, type(model).forward, model, tree_map(_on_cpu, args), tree_map(_on_cpu, kwargs))
     return found[0]
 
 

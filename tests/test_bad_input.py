@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import re
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardc
 from world import run
 
 TOPOLOGY = shardc.Topology(node=2, gpu=2)
+ONE = shardc.Plan.zero3(shardc.Topology(node=1, gpu=1))
 
 
 def compiled(model: nn.Module, plan: shardc.Plan | None = None, **options: object) -> nn.Module:
@@ -236,6 +242,137 @@ def changes_that_sharding_rules_out() -> None:
 
 def test_conversion_and_assignment_to_data() -> None:
     run(changes_that_sharding_rules_out, 1)
+
+
+# Models that cannot be sharded
+
+
+class Parameter(nn.Module):
+    """One that the forward changes, returns, or gives to a dict that it returns."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "changes":
+            with torch.no_grad():
+                self.weight.mul_(2)
+        y = (x @ self.weight).sum()
+        return {"changes": y, "returns": (y, self.weight), "returns in a dict": {"y": y, "w": [self.weight]}}[self.how]
+
+
+def lazily() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(2))
+
+
+def on_dtensors() -> nn.Module:
+    model = nn.Linear(2, 2)
+    mesh = init_device_mesh("cpu", (1,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    return model
+
+
+def with_its_own_forward() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.forward = lambda x: x
+    return model
+
+
+def complex_numbers() -> nn.Module:
+    return nn.Linear(2, 2, dtype=torch.complex64)
+
+
+UNFIT: list[tuple[Callable[[], Any], str]] = [
+    (lambda: torch.relu, "compiles an nn.Module, not a builtin"),
+    (lambda: nn.ReLU(), "ReLU has no parameters: there is nothing to shard"),
+    (lazily, "Parameter '0.weight' has no shape yet"),
+    (on_dtensors, "Parameter 'weight' is a DTensor: something has sharded the model before"),
+    (complex_numbers, "Parameter 'weight' is torch.complex64"),
+    (with_its_own_forward, "`forward` was assigned to this model object"),
+    (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "'0' makes sparse gradients"),
+    (lambda: torch.compile(nn.Linear(2, 2)), "wrapped in OptimizedModule"),
+    (lambda: nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), "wrapped in DistributedDataParallel"),
+    (lambda: compiled(nn.Linear(2, 2), ONE), "compiled already"),
+]
+
+
+def unfit_models() -> None:
+    for make, says in UNFIT:
+        with pytest.raises(shardc.Error, match=says):
+            compiled(make(), ONE)
+
+
+def test_models_that_cannot_be_sharded() -> None:
+    run(unfit_models, 1)
+
+
+def forwards_that_touch_a_parameter() -> None:
+    with pytest.raises(shardc.Error, match="changes the parameter 'weight' in place"):
+        compiled(Parameter("changes"), ONE)(torch.ones(2, 2))
+    for how in ("returns", "returns in a dict"):
+        with pytest.raises(shardc.Error, match="returns the parameter 'weight' itself"):
+            compiled(Parameter(how), ONE)(torch.ones(2, 2))
+
+
+def test_a_parameter_that_the_forward_changes_or_returns() -> None:
+    run(forwards_that_touch_a_parameter, 1)
+
+
+# Loops that cannot be
+
+
+def optimizer_of_the_model_before() -> None:
+    model = nn.Linear(2, 2)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = compiled(model, ONE)
+    model(torch.ones(2, 2)).sum().backward()
+    with pytest.raises(shardc.Error, match="SGD has parameters that the model had before shardc.compile"):
+        early.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_an_optimizer_built_before_compile() -> None:
+    run(optimizer_of_the_model_before, 1)
+
+
+def parameters_that_come_and_go() -> None:
+    model = compiled(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ONE)
+    expected = model(torch.ones(2, 2))
+    model.append(nn.Linear(2, 2))
+    with pytest.raises(shardc.Error, match="Parameter '2.weight' was added after shardc.compile"):
+        model(torch.ones(2, 2))
+    del model[2]
+    kept = model[1].weight
+    model[1].weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(shardc.Error, match="Parameter '1.weight' was replaced or taken away"):
+        model(torch.ones(2, 2))
+    model[1].weight = kept
+    assert torch.equal(model(torch.ones(2, 2)), expected)
+
+
+def test_parameters_added_or_replaced_after_compile() -> None:
+    run(parameters_that_come_and_go, 1)
+
+
+def uses_past_the_forward() -> None:
+    model = compiled(nn.Sequential(nn.Linear(2, 2)), ONE)
+    with pytest.raises(shardc.Error, match="met a plain tensor outside of the model's forward") as error:
+        model[0](torch.ones(2, 2))
+    assert "parameter.full_tensor()" in str(error.value)
+    with pytest.raises(shardc.Error, match="cannot be pickled"):
+        pickle.dumps(model)
+    x = torch.ones(2, 2, requires_grad=True)
+    with pytest.raises(shardc.Error, match="gradients of gradients"):
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+
+
+def test_uses_that_a_compiled_model_does_not_have() -> None:
+    run(uses_past_the_forward, 1)
+
+
+# Plans
 
 
 def override_of_nothing() -> None:
