@@ -38,6 +38,7 @@ def export_joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModul
     meta["desc"]. oneDNN is off, because the decomposition of an LSTM would take its inference kernel wherever the input
     needs no gradient, whatever the weights need.
     """
+    import torch._inductor.lowering  # noqa: F401  some decompositions take it for granted
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._inductor.decomposition import select_decomp_table
 
@@ -329,6 +330,13 @@ def _forward(method: str) -> Callable[..., Any]:
 def group_called(name: str) -> Any:
     """The process group of a name."""
     return torch._C._distributed_c10d._resolve_process_group(name)
+
+
+def take_over_timeout(group: Any, device: torch.device) -> None:
+    """Of the default group; a group of an axis would else wait for torch's half an hour."""
+    default = torch.distributed.group.WORLD
+    if torch.distributed.get_backend() in ("gloo", "nccl"):
+        group._get_backend(device)._set_default_timeout(default._get_backend(device).options._timeout)
 
 
 def default_store() -> Any:

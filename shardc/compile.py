@@ -106,9 +106,12 @@ def compile(
     mesh = plan.topology.mesh(device.type)
     _torch.silence_flatten_advice(mesh)
     sharded = _shard(model, plan, params, mesh, device, init, later=weights is not None)
-    groups = {axis: mesh.get_group(axis).group_name for axis, size in plan.topology.inner}
+    groups = {axis: mesh.get_group(axis) for axis, size in plan.topology.inner}
+    for group in groups.values():
+        _torch.take_over_timeout(group, device)
     say = progress or _to_stderr
-    runtime = Runtime(sharded, Lowering(backend, groups, say))
+    names = {axis: group.group_name for axis, group in groups.items()}
+    runtime = Runtime(sharded, Lowering(backend, names, say))
     runtime.replaced = {id(p): weakref.ref(p) for p in parameters.values()}
     model = adopt(model, runtime, Compiler(model, type(model).forward, params, runtime, dynamic, timeout_s, say))
     if weights is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,13 +148,38 @@ def _constant(module: fx.GraphModule, value: torch.Tensor, write: Writer) -> fx.
 
 
 def emit(graph: fx.Graph, name: str, lowering: Lowering) -> Callable[[list[Any]], Any]:
-    """The graph as one Python function; `function.source` is its text."""
+    """The graph as one Python function; `run.source` is its text. A collective that fails is named."""
     writer = _Source(lowering)
-    source = writer.function(graph, name)
-    exec(compile(source, f"<shardc {name}>", "exec"), writer.globals)
+    file, source = f"<shardc {name}>", writer.function(graph, name)
+    exec(compile(source, file, "exec"), writer.globals)
     function = writer.globals[name]
-    function.source = source
-    return function
+
+    def run(args: list[Any]) -> Any:
+        try:
+            return function(args)
+        except RuntimeError as error:
+            hop = writer.hops.get(_line_in(file, error))
+            if hop is None:
+                raise
+            raise failed(hop, error) from error
+
+    run.source = source  # type: ignore[attr-defined]
+    return run
+
+
+def failed(hop: ops.Hop, error: RuntimeError) -> Error:
+    """A collective that raised, at its start or while it was waited for."""
+    return Error(
+        f"A collective failed: {hop}.\n    {str(error).strip().splitlines()[0]}",
+        fix="Look at the ranks of this axis for one that raised, died, or runs another program; "
+        "how long to wait is the `timeout` of init_process_group.",
+    )
+
+
+def _line_in(file: str, error: BaseException) -> int | None:
+    """The line of a generated function that an exception passed through."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return next((line for frame, line in frames if frame.f_code.co_filename == file), None)
 
 
 class _Source:
@@ -161,6 +187,8 @@ class _Source:
         self.lowering = lowering
         self.globals: dict[str, Any] = {}
         self.locals: set[str] = set()
+        self.hops: dict[int | None, ops.Hop] = {}
+        """by line of the source, for starts and waits"""
 
     def function(self, graph: fx.Graph, name: str) -> str:
         self.locals = {n.name for n in graph.nodes}
@@ -173,6 +201,8 @@ class _Source:
             elif node.op == "placeholder":
                 lines += self.dead([node] if not node.users else [])
             else:
+                if ops.is_hop(node):
+                    self.hops[len(lines) + 1] = ops.hop(node.args[0] if ops.is_wait(node) else node)
                 lines += self.line(node, last.get(node, []))
         return "\n".join(lines) + "\n"
 

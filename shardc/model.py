@@ -103,10 +103,20 @@ def shard_leaf(p: torch.Tensor, param: Param, mesh: DeviceMesh, device: torch.de
         return leaf(local, layout, mesh, p.requires_grad)
     full = p.detach().to(device).contiguous()
     if mesh.size() > 1:
-        dist.broadcast(full, src=0)
+        _broadcast(full, layout.name)
     start = layout.local_start(coordinate)
     local.copy_(full[start : start + len(local)] if layout.optim else full)
     return leaf(local, layout, mesh, p.requires_grad)
+
+
+def _broadcast(full: torch.Tensor, name: str) -> None:
+    try:
+        dist.broadcast(full, src=0)
+    except RuntimeError as error:
+        raise Error(
+            f"The broadcast of the initial value of {name!r} failed.\n    {str(error).strip().splitlines()[0]}",
+            fix="Look for a rank that raised or died.",
+        ) from error
 
 
 @contextmanager

@@ -340,6 +340,7 @@ def freezing_and_thawing(model: nn.Module) -> list[float]:
     for step in range(4):
         first.requires_grad_(step % 2 == 0)
         seen.append(update(model, optimizer, step))
+    first.requires_grad_(True)
     return seen
 
 
@@ -347,9 +348,9 @@ def changed_attribute(model: nn.Module) -> list[float]:
     """A plain attribute that the forward reads; the norm of the examples' GPT has one."""
     norm = next(m for m in model.modules() if isinstance(m, nn.RMSNorm))
     optimizer = adamw(model.parameters())
-    seen = []
+    before, seen = norm.eps, []
     for step in STEPS:
-        norm.eps = (1e-6, 0.5, 1e-6)[step]
+        norm.eps = (before, 0.5, before)[step]
         seen.append(update(model, optimizer, step))
     return seen
 
@@ -423,6 +424,8 @@ LOOPS: list[Loop] = [
     averaged_model,
     deep_copy,
 ]
+LASTING: list[Loop] = [hooks_on_parameters, optimizer_in_the_backward]
+"""They leave hooks behind."""
 COMPILED: list[Loop] = [gradients_cleared_half_way, evaluation_before_and_between_steps, averaged_model]
 """The few that a test runs through Inductor too."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from examples import gpt as examples_gpt
@@ -187,6 +188,233 @@ class OddlyNamed(nn.Module):
         return F.cross_entropy(self.a_b["c"](x).flatten(0, 1), labels.flatten())
 
 
+# What the library ships, small; configurations are its defaults otherwise, but for dropout
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    size = {"vocab_size": VOCABULARY, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
+    return Qwen3ForCausalLM(Qwen3Config(**size, num_attention_heads=2, num_key_value_heads=1, head_dim=6))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    size = {"vocab_size": VOCABULARY, "n_embd": 12, "n_layer": 2, "n_head": 2, "n_positions": 8}
+    return GPT2LMHeadModel(GPT2Config(**size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    size = {"vocab_size": VOCABULARY, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(**size, **dropout, num_attention_heads=2, max_position_embeddings=8))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    size = {"vocab_size": VOCABULARY, "d_model": 12, "d_kv": 6, "d_ff": 20, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**size, dropout_rate=0.0, decoder_start_token_id=0))
+
+
+def whisper() -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    size = {"vocab_size": VOCABULARY, "d_model": 12, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 4}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    length = {"max_source_positions": 4, "max_target_positions": 8}
+    rest = {"begin_suppress_tokens": None, "suppress_tokens": None}
+    return WhisperForConditionalGeneration(WhisperConfig(**size, **heads, **tokens, **length, **rest, dropout=0.0))
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    size = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+    image = {"image_size": 8, "patch_size": 4, "num_labels": VOCABULARY}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return ViTForImageClassification(ViTConfig(**size, **image, **dropout))
+
+
+def mixtral() -> nn.Module:
+    """Experts behind a router: every expert is computed where the shapes have to be static."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    size = {"vocab_size": VOCABULARY, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return MixtralForCausalLM(MixtralConfig(**size, **heads, num_local_experts=3))
+
+
+def noise(ids: Tensor, *shape: int) -> Tensor:
+    """An input that is not tokens, different for other ids."""
+    seed = int((ids.flatten() * torch.arange(1, ids.numel() + 1)).sum())
+    return torch.randn(len(ids), *shape, generator=torch.Generator().manual_seed(seed))
+
+
+def on_images(model: nn.Module, step: int, ids: Tensor, labels: Tensor) -> Tensor:
+    return model(pixel_values=noise(ids, 3, 8, 8), labels=labels[:, 0]).loss
+
+
+def on_sound(model: nn.Module, step: int, ids: Tensor, labels: Tensor) -> Tensor:
+    return model(input_features=noise(ids, 4, 8), labels=labels).loss
+
+
+def masked(model: nn.Module, step: int, ids: Tensor, labels: Tensor) -> Tensor:
+    mask = torch.ones_like(ids)
+    mask[0, -1] = 0
+    return model(ids, attention_mask=mask, labels=labels).loss
+
+
+class Transformer(nn.Module):
+    """torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.transformer = nn.Transformer(8, 2, 1, 1, 12, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        x = self.transformer(self.embed(ids), self.embed(ids), tgt_mask=mask, tgt_is_causal=True)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 6)
+        self.deep = nn.Conv2d(6, 10, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(10, 6, 2, stride=2)
+        self.out = nn.Conv2d(12, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = F.silu(self.norm(self.down(x)))
+        far = self.up(F.silu(self.deep(near)))
+        return self.out(torch.cat([near, far], dim=1))
+
+
+def to_noise(model: nn.Module, step: int, ids: Tensor, labels: Tensor) -> Tensor:
+    return (model(noise(ids, 3, 8, 8)) - noise(labels, 3, 8, 8)).square().mean()
+
+
+class ConvNet(nn.Sequential):
+    """Batch statistics in two dims, pooling, and a class of torch's own as the whole model."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 5, 3, padding=1, bias=False),
+            nn.BatchNorm2d(5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(5, 7, 3, bias=False),
+            nn.BatchNorm2d(7),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(7, VOCABULARY),
+        )
+
+
+def classify(model: nn.Module, step: int, ids: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model(noise(ids, 3, 8, 8)), labels[:, 0])
+
+
+class Parametrized(nn.Module):
+    """Weights behind weight norm and spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.mix = weight_norm(nn.Linear(6, 7))
+        self.head = spectral_norm(nn.Linear(7, VOCABULARY))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(torch.tanh(self.mix(self.embed(ids)))).flatten(0, 1), labels.flatten())
+
+
+class Twice(nn.Module):
+    """One block called twice, a second loss, a running mean and a count of calls, and outputs of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.block = nn.Linear(6, 6)
+        self.head = nn.Linear(6, VOCABULARY)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, ids: Tensor, *, labels: Tensor) -> dict[str, Any]:
+        x = self.embed(ids)
+        for _ in range(2):
+            x = x + torch.tanh(self.block(x))
+        self.calls += 1
+        self.average.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        losses = [F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()), x.square().mean()]
+        return {
+            "losses": losses,
+            "ids": ids,
+            "view": ids.flatten()[:3],
+            "last": (x[:, -1], self.calls + 0),
+            "none": None,
+        }
+
+
+def two_losses(model: nn.Module, step: int, ids: Tensor, labels: Tensor) -> Tensor:
+    out = model(ids, labels=labels)
+    assert out["ids"] is ids
+    assert torch.equal(out["view"], ids.flatten()[:3])
+    assert int(out["last"][1]) == int(model.calls)
+    return out["losses"][0] + 0.1 * out["losses"][1] + out["last"][0].abs().mean()
+
+
+class Adapter(nn.Module):
+    """LoRA: a frozen weight and a small product beside it."""
+
+    def __init__(self, frozen: nn.Linear, rank: int = 2):
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, frozen.in_features) / rank)
+        self.b = nn.Parameter(torch.randn(frozen.out_features, rank) / rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + x @ self.a.t() @ self.b.t()
+
+
+def adapted() -> nn.Module:
+    """Only the adapters of attention are trained."""
+    model = gpt().requires_grad_(False)
+    for block in model.blocks:
+        block.attention.qkv = Adapter(block.attention.qkv)
+        block.attention.out = Adapter(block.attention.out)
+    return model
+
+
+class MixedDtypes(nn.Module):
+    """Trained in two dtypes, with parameters that only some steps use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.wide = nn.Linear(6, 5, dtype=torch.float64)
+        self.sometimes = nn.Linear(5, 5)
+        self.head = nn.Linear(5, VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor, use: bool) -> Tensor:
+        x = torch.tanh(self.wide(self.embed(ids).double())).float()
+        x = self.sometimes(x) if use else x
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def now_and_then(model: nn.Module, step: int, ids: Tensor, labels: Tensor) -> Tensor:
+    return model(ids, labels, use=step != 0)
+
+
 class Wide(nn.Module):
     """Equal layers of `width` x `width`, as large as one likes."""
 
@@ -222,4 +450,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "llama": (llama, as_transformers),
     "tied llama": (tied_llama, as_transformers),
     "checkpointed llama": (checkpointed_llama, as_transformers),
+    "qwen3": (qwen3, as_transformers),
+    "gpt2": (gpt2, as_transformers),
+    "bert": (bert, masked),
+    "t5": (t5, as_transformers),
+    "whisper": (whisper, on_sound),
+    "vit": (vit, on_images),
+    "mixtral": (mixtral, as_transformers),
+    "nn.Transformer": (Transformer, plain),
+    "conv net": (ConvNet, classify),
+    "u-net": (UNet, to_noise),
+    "parametrized": (Parametrized, plain),
+    "called twice": (Twice, two_losses),
+    "lora": (adapted, plain),
+    "mixed dtypes": (MixedDtypes, now_and_then),
 }

@@ -8,6 +8,8 @@ import pickle
 import re
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardc
-from world import run
+from world import RankError, run
 
 TOPOLOGY = shardc.Topology(node=2, gpu=2)
 ONE = shardc.Plan.zero3(shardc.Topology(node=1, gpu=1))
@@ -242,6 +244,47 @@ def changes_that_sharding_rules_out() -> None:
 
 def test_conversion_and_assignment_to_data() -> None:
     run(changes_that_sharding_rules_out, 1)
+
+
+# Ranks that are lost
+
+
+def lost(directory: str, dies: bool) -> None:
+    """Rank 1 does not come to the second step. Each other rank writes down what it raises."""
+    dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=3))
+    model = compiled(nn.Sequential(nn.Linear(4, 4, bias=False)), shardc.Plan.zero3(TOPOLOGY))
+    model(torch.ones(2, 4)).sum().backward()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(1)
+        if dies:
+            os._exit(1)
+        time.sleep(8)
+        return
+    start = time.monotonic()
+    with pytest.raises(shardc.Error) as error:
+        model(torch.ones(2, 4)).sum().backward()
+    Path(directory, f"rank{dist.get_rank()}").write_text(f"{time.monotonic() - start:.0f} {error.value}")
+    time.sleep(8 if dies else 0)  # so that it is the death of rank 1 that the others see
+
+
+def check_all_named_it(directory: Path) -> None:
+    for rank in (0, 2, 3):
+        seconds, _, message = (directory / f"rank{rank}").read_text().partition(" ")
+        assert int(seconds) < 8
+        assert re.match(r"A collective failed: gather all_gather over (gpu|node) of 0.weight\.\n    \S", message)
+        assert "fix: Look at the ranks of this axis" in message
+
+
+def test_a_rank_that_never_arrives_is_noticed_by_all(tmp_path: Path) -> None:
+    run(lost, 4, str(tmp_path), False)
+    check_all_named_it(tmp_path)
+
+
+def test_a_rank_that_dies_is_noticed_by_all(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1:\nthe process died"):
+        run(lost, 4, str(tmp_path), True)
+    check_all_named_it(tmp_path)
 
 
 # Models that cannot be sharded

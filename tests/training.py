@@ -135,10 +135,10 @@ def _pairs(found: Trained, expected: Trained) -> Iterator[tuple[Tensor, Tensor]]
         yield from ((ours[name], theirs[name]) for name in theirs)
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    """Relative to the largest magnitude of the tensor."""
+def error(found: Tensor, expected: Tensor, floor: float = 1e-30) -> float:
+    """Relative to the largest magnitude of the tensor, where that is above `floor`."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
-    difference = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+    difference = (found - expected).abs().max() / expected.abs().max().clamp_min(floor)
     return float(difference.nan_to_num(torch.inf))
 
 
