@@ -172,14 +172,18 @@ def _generator(seed: torch.Tensor) -> torch.Generator:
 def capturing() -> Iterator[None]:
     """Dynamo as it is to look at a model's call: up to 64 signatures (8 by default, fewer than a loop over ragged
     batches sees), LSTMs and the like taken into the graph, calls of loggers left out of it (each is a graph break
-    otherwise, in code that the user does not own)."""
+    otherwise, in code that the user does not own), hooks of
+    modules guarded on."""
     from torch._dynamo import config
 
     methods = {method for method in vars(logging.Logger).values() if callable(method)}
     # torch 2.11 fails to log a configuration that names functions, and would say so at every compilation.
     logging.getLogger("torch._dynamo.metrics_context").disabled = True
     with config.patch(
-        recompile_limit=64, allow_rnn=True, ignore_logging_functions=methods | config.ignore_logging_functions
+        recompile_limit=64,
+        allow_rnn=True,
+        skip_nnmodule_hook_guards=False,
+        ignore_logging_functions=methods | config.ignore_logging_functions,
     ):
         yield
 
@@ -361,6 +365,7 @@ _NEEDED = {
     "Dynamo's list of loggers": ("torch._dynamo.config", "ignore_logging_functions"),
     "Dynamo's limit of signatures": ("torch._dynamo.config", "recompile_limit"),
     "Dynamo's log of graph breaks": ("torch._dynamo.symbolic_convert", "InstructionTranslatorBase.log_graph_break"),
+    "Dynamo's guards of module hooks": ("torch._dynamo.config", "skip_nnmodule_hook_guards"),
     "Dynamo's switch for LSTMs": ("torch._dynamo.config", "allow_rnn"),
 }
 
