@@ -132,6 +132,11 @@ class Hop:
         return f"{self.purpose} {self.kind} over {self.axis} of {', '.join(self.params)}"
 
 
+def is_random(node: fx.Node) -> bool:
+    """True for what draws from a generator: computed again, it has another value."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def is_start(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in STARTS
 

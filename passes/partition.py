@@ -67,7 +67,7 @@ def partition(graph: fx.Graph, params: Collection[str], activation_budget: float
         if not ops.hop(node).again:
             _tag(wait_of(node), CheckpointPolicy.MUST_SAVE)
     for node in graph.nodes:
-        if "recompute" in node.meta and _is_random(node):
+        if "recompute" in node.meta and ops.is_random(node):
             _settle(node)
     set_outputs(graph, [*results, *grads.values()])
     graph.output_node().meta.clear()
@@ -102,11 +102,7 @@ def recomputed(graph: fx.Graph, params: Collection[str]) -> list[fx.Node]:
 
 
 def _is_pure(node: fx.Node, pure: set[fx.Node]) -> bool:
-    return all(n in pure for n in node.all_input_nodes) and not _is_random(node)
-
-
-def _is_random(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return all(n in pure for n in node.all_input_nodes) and not ops.is_random(node)
 
 
 def _settle(node: fx.Node) -> None:

@@ -418,7 +418,11 @@ def _above(it: Subject) -> dict[fx.Node, tuple[str, ...]]:
     pure = set(it.rungs)
     above: dict[fx.Node, tuple[str, ...]] = {}
     for node in it.graph.nodes:
-        if node.op in ("placeholder", "output") or not all(n in pure for n in node.all_input_nodes) or _is_random(node):
+        if (
+            node.op in ("placeholder", "output")
+            or not all(n in pure for n in node.all_input_nodes)
+            or ops.is_random(node)
+        ):
             continue
         pure.add(node)
         names = [name for n in node.all_input_nodes for name in above.get(n, ())]
@@ -427,10 +431,6 @@ def _above(it: Subject) -> dict[fx.Node, tuple[str, ...]]:
         if names:
             above[node] = tuple(dict.fromkeys(names))
     return above
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def takes_saved(it: Subject) -> Iterator[Broken]:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from passes import ops
 from passes.accumulate import accumulator_dtype
 from passes.build import identifiers
 from passes.errors import Error
@@ -225,18 +227,34 @@ def watch_optimizers(runtime: Runtime) -> None:
     weakref.finalize(runtime, register_optimizer_step_post_hook(after_step).remove)
 
 
+@contextmanager
+def ranks_own_numbers(device: torch.device) -> Iterator[None]:
+    """Random numbers of this rank's own, also where all ranks were seeded alike: a seed is drawn from the default
+    generator and mixed with the rank. Afterwards the generator is where the draw has left it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    golden = 0x9E3779B97F4A7C15  # spreads ranks over all bits: a CPU's generator takes the low 32 of a seed
+    seed = (int(torch.randint(1 << 62, ())) ^ dist.get_rank() * golden) % (1 << 62)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
 class Step:
     """One program, ready to run: called by Dynamo with the flat inputs of its graph."""
 
     def __init__(self, runtime: Runtime, program: Program):
         self.runtime, self.program = runtime, program
         self.params = {name: runtime.params[p.layout.name] for name, p in program.params.items()}
+        self.device = next(iter(self.params.values())).hollow.device if self.params else torch.device("cpu")
         backward = program.backward
         self.tangent_strides = [
             n.meta["val"].stride()
             for n in (backward.find_nodes(op="placeholder") if backward else [])
             if n.name.startswith("tangents")
         ]
+        self.draws = any(ops.is_random(node) for node in program.forward.nodes)
         self.forwards: dict[frozenset[str], Callable[[list[Any]], Any]] = {}
         self.backwards: dict[tuple[Any, ...], Callable[[list[Any]], Any]] = {}
 
@@ -255,7 +273,9 @@ class Step:
         names = self.program.captured.inputs
         stale = frozenset(n for n, p in self.params.items() if p.name in self.runtime.stale)
         args = [self._input(name, value, name in stale) for name, value in zip(names, inputs, strict=True)]
-        result = self._forward(stale)(args)
+        run = self._forward(stale)
+        with ranks_own_numbers(self.device) if self.draws else nullcontext():
+            result = run(args)
         for name, value in (result[2] if stale else {}).items():
             self.runtime.params[name].copy = value
             self.runtime.stale.discard(name)

@@ -94,6 +94,24 @@ def dropout_error(backend: str, checkpointed: bool) -> float:
     )
 
 
+def masks() -> list[bytes]:
+    """Of two forwards on a rank; all ranks are seeded alike."""
+    model = quietly(models.Dropping(), ZERO3)
+    torch.manual_seed(0)
+    first, second = model(torch.ones(40, 10)), model(torch.ones(40, 10))
+    after = torch.rand(())
+    torch.manual_seed(0)
+    assert torch.equal(model(torch.ones(40, 10)), first)
+    model(torch.ones(40, 10))
+    assert torch.equal(torch.rand(()), after)
+    return [(y != 0).numpy().tobytes() for y in (first, second)]
+
+
+def test_dropout_differs_by_rank_and_call_and_repeats_with_the_seed() -> None:
+    found = [mask for of_rank in run(masks, 4) for mask in of_rank]
+    assert len(set(found)) == len(found)
+
+
 def test_dropout_seeds_are_saved_and_masks_computed_again() -> None:
     program = traced(models.DroppingStack(checkpointed=True))
     assert not [n for n in program.backward.nodes if n.target is torch.ops.prims.inductor_seeds.default]
