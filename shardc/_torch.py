@@ -109,8 +109,14 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]
     mode = _mode_of(module)
     inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     _pin_output_strides(module.graph.output_node())
-    with config.patch(_in_order()), tracing(TracingContext(mode)), _real_constants(mode), mode:
+    options = _in_order() | ({"fx_graph_cache": False} if any(map(_is_symbolic, inputs)) else {})
+    with config.patch(options), tracing(TracingContext(mode)), _real_constants(mode), mode:
         return compile_fx_inner(module, inputs)
+
+
+def _is_symbolic(value: Any) -> bool:
+    """Inductor's cache checks guards of sizes that are inputs by themselves; a region's come with its tensors."""
+    return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
 def _in_order() -> dict[str, bool]:
@@ -170,22 +176,30 @@ def _generator(seed: torch.Tensor) -> torch.Generator:
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Dynamo as it is to look at a model's call: up to 64 signatures (8 by default, fewer than a loop over ragged
-    batches sees), LSTMs and the like taken into the graph, calls of loggers left out of it (each is a graph break
-    otherwise, in code that the user does not own), hooks of
-    modules guarded on."""
+    """Dynamo as it is to look at a model's call: any number of signatures (8 by default, fewer than a loop over ragged
+    batches sees; who calls has a bound of its own), LSTMs and the like taken into the graph, calls of loggers left out
+    of it (each is a graph break otherwise, in code that the user does not own), hooks of modules guarded on."""
     from torch._dynamo import config
 
     methods = {method for method in vars(logging.Logger).values() if callable(method)}
     # torch 2.11 fails to log a configuration that names functions, and would say so at every compilation.
     logging.getLogger("torch._dynamo.metrics_context").disabled = True
     with config.patch(
-        recompile_limit=64,
+        recompile_limit=1 << 20,
+        accumulated_recompile_limit=1 << 20,
         allow_rnn=True,
         skip_nnmodule_hook_guards=False,
         ignore_logging_functions=methods | config.ignore_logging_functions,
     ):
         yield
+
+
+def forget_compiled(function: Any) -> None:
+    """Drops all that Dynamo has compiled for a function that torch.compile returned."""
+    from torch._C._dynamo.eval_frame import reset_code
+    from torch._dynamo.eval_frame import innermost_fn
+
+    reset_code(innermost_fn(function).__code__)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import gc
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -119,6 +120,10 @@ def compile(
     return model
 
 
+SIGNATURES = 64
+"""Calls that differ in what was guarded on, that a model keeps programs for."""
+
+
 @dataclass(eq=False)
 class Compiler:
     """Compiles the calls of one model, as Dynamo hands them over, and makes them."""
@@ -132,14 +137,29 @@ class Compiler:
     timeout_s: float
     progress: Callable[[str], None]
     orders: Orders = field(default_factory=Orders)
+    warned: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(self.runtime.programs) >= SIGNATURES:
+            self.forget()
         known = len(self.runtime.programs)
         with self.runtime.hollowed(self.places), _torch.capturing():
             result = captured_call(self.compiled, self.forward, self.model, args, kwargs)
         if len(self.runtime.programs) > known:
             self.check_result(result)
         return result
+
+    def forget(self) -> None:
+        """Programs are kept up to a bound; then all are dropped, and made again as they are needed."""
+        if not self.warned:
+            warnings.warn(
+                f"shardc: the model was called with {SIGNATURES} signatures (shapes, dtypes, modes), each compiled by "
+                "itself; all are dropped now. Pad to a few shapes, or pass dynamic=True to shardc.compile.",
+                stacklevel=6,
+            )
+            self.warned = True
+        _torch.forget_compiled(self.compiled)
+        self.runtime.programs.clear()
 
     def check_inputs(self, inputs: Sequence[Any], known: Mapping[int, str]) -> None:
         """The model may have got parameters since it was sharded."""

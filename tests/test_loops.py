@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -12,8 +14,8 @@ from torch import nn
 
 import models
 import shardc
-from loops import COMPILED, LASTING, LOOPS, OPTIMIZERS, with_optimizer
-from training import LIMIT, error
+from loops import COMPILED, LASTING, LOOPS, OPTIMIZERS, data, with_optimizer
+from training import LIMIT, adamw, error
 from world import run
 
 TOPOLOGY = shardc.Topology(node=2, gpu=1)
@@ -90,3 +92,54 @@ def run_optimizers() -> dict[str, float]:
             partial(with_optimizer, name=name, options=options), model, copy.deepcopy(reference)
         )
     return errors
+
+
+# Shapes
+
+
+def losses_by_length(model: nn.Module, lengths: list[int]) -> list[float]:
+    optimizer = adamw(model.parameters())
+    losses = []
+    for step, length in enumerate(lengths):
+        ids, labels = (x[:, :length].clone() for x in data(step))
+        loss = model(ids, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+DYNAMIC = [3, 4, 3]
+"""None is 2, the batch size: torch takes dims that are equal at first for one."""
+
+
+def dynamic_lengths(backend: str) -> tuple[list[float], int]:
+    model = shardc.compile(small_gpt(), IIG, backend=backend, dynamic=True, progress=lambda line: None)
+    return losses_by_length(model, DYNAMIC), len(shardc.programs(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_dynamic_dims_take_one_program(backend: str) -> None:
+    losses, programs = run(dynamic_lengths, 2, backend, timeout_s=300)[0]
+    torch.testing.assert_close(losses, losses_by_length(small_gpt(), DYNAMIC))
+    assert programs == 1
+
+
+def bounded_lengths() -> tuple[list[float], list[str]]:
+    compile_module = importlib.import_module("shardc.compile")
+    compile_module.SIGNATURES = 2
+    model = compiled(small_gpt(), IIG, "eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = losses_by_length(model, [2, 3, 4, 3, 2, 4])
+    assert len(shardc.programs(model)) <= 2
+    return losses, [str(w.message) for w in caught if str(w.message).startswith("shardc")]
+
+
+@pytest.mark.slow
+def test_programs_are_bounded_with_one_warning() -> None:
+    losses, warned = run(bounded_lengths, 2, timeout_s=300)[0]
+    torch.testing.assert_close(losses, losses_by_length(small_gpt(), [2, 3, 4, 3, 2, 4]))
+    assert len(warned) == 1 and "was called with 2 signatures" in warned[0]
