@@ -373,6 +373,35 @@ def two_losses(model: nn.Module, step: int, ids: Tensor, labels: Tensor) -> Tens
     return out["losses"][0] + 0.1 * out["losses"][1] + out["last"][0].abs().mean()
 
 
+class Branching(nn.Module):
+    """Control flow on values as operators of higher order: two branches with weights of their own, and a map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = torch.cond(x.sum() > 0, lambda x: torch.tanh(self.up(x)), lambda x: torch.sin(self.down(x)), (x,))
+        logits = torch.func.vmap(self.head)(x)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Selecting(nn.Module):
+    """Sizes that depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.head = nn.Linear(6, VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        chosen = labels > 3
+        return F.cross_entropy(self.head(torch.tanh(self.embed(ids[chosen]))), labels[chosen], reduction="sum")
+
+
 class Adapter(nn.Module):
     """LoRA: a frozen weight and a small product beside it."""
 
@@ -462,6 +491,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "u-net": (UNet, to_noise),
     "parametrized": (Parametrized, plain),
     "called twice": (Twice, two_losses),
+    "branching": (Branching, plain),
+    "selecting": (Selecting, plain),
     "lora": (adapted, plain),
     "mixed dtypes": (MixedDtypes, now_and_then),
 }
