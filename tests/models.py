@@ -424,6 +424,13 @@ def adapted() -> nn.Module:
     return model
 
 
+def with_peft() -> nn.Module:
+    """The library's LoRA around the library's Llama."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
 class MixedDtypes(nn.Module):
     """Trained in two dtypes, with parameters that only some steps use."""
 
@@ -494,5 +501,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "branching": (Branching, plain),
     "selecting": (Selecting, plain),
     "lora": (adapted, plain),
+    "peft": (with_peft, as_transformers),
     "mixed dtypes": (MixedDtypes, now_and_then),
 }
