@@ -137,6 +137,8 @@ class Compiler:
     timeout_s: float
     progress: Callable[[str], None]
     orders: Orders = field(default_factory=Orders)
+    agreed: bool = False
+    """the ranks have compared the collectives of a first program"""
     warned: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,16 +203,24 @@ class Compiler:
         names |= {id(b): name for name, b in self.model.named_buffers()}
         with paused_gc(), _torch.lazy_code():
             program = build(module, inputs, names, self.params, Runner(self.progress), self.orders)
-            if not self.runtime.programs:
+            if not self.agreed:
                 program.agree(lambda lines: agree("collectives", lines, self.timeout_s, ordered=False))
+                self.agreed = True
         self.runtime.programs.append(program)
         return Step(self.runtime, program)
 
 
 def leaves(value: Any) -> list[Any]:
     """All that is in nested outputs, dataclasses among them."""
-    found = tree_leaves(value)
-    return [x for leaf in found for x in (leaves(vars(leaf)) if dataclasses.is_dataclass(leaf) else [leaf])]
+    return [x for leaf in tree_leaves(value) for x in (_fields(leaf) if _is_record(leaf) else [leaf])]
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(record: Any) -> list[Any]:
+    return leaves([getattr(record, field.name, None) for field in dataclasses.fields(record)])
 
 
 @contextmanager

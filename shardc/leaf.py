@@ -46,14 +46,13 @@ class Leaf(DTensor):
                 raise
             raise Error(
                 "A sharded parameter met a plain tensor outside of the model's forward.",
-                where=func.__name__,
+                where=getattr(func, "__name__", None),
                 fix="Call the compiled model, not a part of it; or take the whole value (`parameter.full_tensor()`).",
             ) from error
         if func in _ALIASES:
             return watched(result, args[0].changed)
-        if _writes(func):
-            targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-            for target in targets:
+        if args and _writes(func):
+            for target in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
                 if isinstance(target, Leaf):
                     target.changed()
         return result
@@ -104,7 +103,7 @@ def _plain(leaf: Leaf) -> DTensor:
 @cache
 def _writes(func: Callable[..., Any]) -> bool:
     """To its first argument? Torch's naming tells: `mul_`, `_foreach_lerp_`, `_fused_adamw_`, `__setitem__`."""
-    name = func.__name__
+    name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 

@@ -244,6 +244,12 @@ class Compiled(nn.Module):
         self._shardc.clear_gradients()
 
 
+def runtime_of(model: nn.Module) -> Runtime:
+    if not isinstance(model, Compiled):
+        raise Error(f"{type(model).__name__} is not a compiled model.", fix="Pass what shardc.compile returned.")
+    return model._shardc
+
+
 def adopt(model: nn.Module, runtime: Runtime, call: Callable[..., Any]) -> nn.Module:
     """The same object, of a class derived from its own."""
     cls = type(model)

@@ -28,11 +28,9 @@ from torch import Tensor, fx, nn
 
 from passes import ops
 from passes.build import identifier
-from passes.errors import Error
 from passes.follow import TRANSPARENT
 from shardc import _torch
-from shardc.model import Compiled
-from shardc.step import Runtime
+from shardc.model import runtime_of
 
 
 def assert_collectives(graph: fx.Graph | fx.GraphModule) -> Collectives:
@@ -312,12 +310,6 @@ def count_bytes(model: nn.Module) -> Iterator[Sent]:
         for axis, name in groups.items():
             stack.enter_context(_torch.watched(name, partial(sent.add, axis)))
         yield sent
-
-
-def runtime_of(model: nn.Module) -> Runtime:
-    if not isinstance(model, Compiled):
-        raise Error(f"{type(model).__name__} is not a compiled model.", fix="Pass what shardc.compile returned.")
-    return model._shardc
 
 
 class Sent(dict[str, int]):

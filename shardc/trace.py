@@ -16,7 +16,7 @@ from shardc.breaks import captured_call
 from shardc.capture import own_code
 from shardc.check import check_model
 from shardc.compile import build, paused_gc
-from shardc.model import hollows, named, params_of, swapped
+from shardc.model import hollows, named, params_of, runtime_of, swapped
 from shardc.plan import Plan
 from shardc.program import Program
 from shardc.runner import Runner
@@ -73,4 +73,4 @@ def _on_cpu(value: Any) -> Any:
 
 def programs(model: nn.Module) -> list[Program]:
     """The programs of a compiled model, one for each signature that it was called with."""
-    return list(model._shardc.programs)
+    return list(runtime_of(model).programs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from passes.errors import Error
 from shardc import _torch
+from shardc.model import runtime_of
 from shardc.step import Sharded
 
 Source = str | Path | Sequence[str | Path]
@@ -44,9 +45,10 @@ def load(model: nn.Module, source: Source, *, strict: bool = True, progress: boo
     strict: a parameter that no file holds is an error; a buffer may be missing. progress: a bar on rank 0's stderr.
     Raises `shardc.Error` for what is missing or has another shape, before anything is changed.
     """
+    runtime = runtime_of(model)
     with ExitStack() as stack:
         stored = _open(source, stack)
-        targets = [*_parameters(model), *_buffers(model)]
+        targets = [*_parameters(model, runtime.params.values()), *_buffers(model)]
         found = _match(stored, targets, strict)
         total = sum(target.tensor.nbytes for _, target in found)
         shown = progress and dist.get_rank() == 0
@@ -54,7 +56,7 @@ def load(model: nn.Module, source: Source, *, strict: bool = True, progress: boo
             for name, target in found:
                 _read(stored[name], name, target)
                 bar.update(target.tensor.nbytes)
-        model._shardc.mark_stale()
+        runtime.mark_stale()
         return sorted(set(stored) - {name for target in targets for name in target.names})
 
 
@@ -94,12 +96,11 @@ def _in_directory(directory: Path) -> list[Path]:
     return sorted({directory / name for i in indices for name in json.loads(i.read_text())["weight_map"].values()})
 
 
-def _parameters(model: nn.Module) -> Iterator[Target]:
+def _parameters(model: nn.Module, sharded: Iterable[Sharded]) -> Iterator[Target]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    sharded: dict[str, Sharded] = model._shardc.params
-    for p in sharded.values():
+    for p in sharded:
         yield Target(names[id(p.tensor)], p.param.layout.shape, _torch.local_of(p.tensor), True, p.rows)
 
 
