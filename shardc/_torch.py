@@ -21,10 +21,14 @@ from passes.errors import Error
 OLDEST, NEWEST = (2, 11), (2, 15)
 
 
+def version() -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
 def check_version() -> None:
     """Raises for a torch that is too old."""
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < OLDEST:
+    if version() < OLDEST:
         raise Error(
             f"torch {torch.__version__} is older than shardc supports.",
             fix=f"Install torch {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}.",
@@ -182,8 +186,8 @@ def capturing() -> Iterator[None]:
     from torch._dynamo import config
 
     methods = {method for method in vars(logging.Logger).values() if callable(method)}
-    # torch 2.11 fails to log a configuration that names functions, and would say so at every compilation.
-    logging.getLogger("torch._dynamo.metrics_context").disabled = True
+    if version() < (2, 12):  # it fails to log a configuration that names functions, and says so at every compilation
+        logging.getLogger("torch._dynamo.metrics_context").disabled = True
     with config.patch(
         recompile_limit=1 << 20,
         accumulated_recompile_limit=1 << 20,
@@ -259,6 +263,12 @@ def dtensor(local: torch.Tensor, like: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, like._spec, requires_grad=False)
+
+
+def without_torch_function(function: Callable[[], Any]) -> Any:
+    """`function()`, past the `__torch_function__` of tensor subclasses."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function()
 
 
 def local_of(tensor: Any) -> torch.Tensor:
@@ -378,6 +388,11 @@ _NEEDED = {
     "the store of the default group": ("torch.distributed.distributed_c10d", "_get_default_store"),
     "Dynamo's list of loggers": ("torch._dynamo.config", "ignore_logging_functions"),
     "Dynamo's limit of signatures": ("torch._dynamo.config", "recompile_limit"),
+    "Dynamo's limit of all signatures": ("torch._dynamo.config", "accumulated_recompile_limit"),
+    "a way to make Dynamo forget": ("torch._C._dynamo.eval_frame", "reset_code"),
+    "what torch.compile has wrapped": ("torch._dynamo.eval_frame", "innermost_fn"),
+    "Dynamo's hints": ("torch._dynamo.graph_break_hints", "SUPPORTABLE"),
+    "the way past __torch_function__": ("torch._C", "DisableTorchFunctionSubclass"),
     "Dynamo's log of graph breaks": ("torch._dynamo.symbolic_convert", "InstructionTranslatorBase.log_graph_break"),
     "Dynamo's guards of module hooks": ("torch._dynamo.config", "skip_nnmodule_hook_guards"),
     "Dynamo's switch for LSTMs": ("torch._dynamo.config", "allow_rnn"),

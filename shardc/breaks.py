@@ -55,9 +55,7 @@ def rehearse(
     with swapped(model, parameters, buffers), redirect_stdout(StringIO()), _torch.graph_breaks() as breaks:
         try:
             broken(model, *tree_map(_stand_in, args), **tree_map(_stand_in, kwargs))
-        except (
-            Exception
-        ) as error:  # the rehearsal is on zeros: whatever the user's code makes of them belongs in the report
+        except Exception as error:  # whatever the user's code makes of zeros belongs in the report
             return breaks, error
     return breaks, None
 
@@ -81,22 +79,18 @@ def _stand_in(value: Any) -> Any:
     return _zeros(value) if empty else value.detach().clone()
 
 
-def report(
-    first: Break,
-    others: Sequence[Break] = (),
-    end: Exception | None = None,
-) -> Error:
+def report(first: Break, others: Sequence[Break], end: Exception | None) -> Error:
     """One break in the three parts of an `Error`, several as a list."""
     breaks = {_line(error): error for error in (first, *others)}
     what = "The model's forward cannot be captured as one graph"
-    tail = f" Then {type(end).__name__} was raised: {end}" if end is not None else ""
+    then = f"Then {type(end).__name__} was raised: {end}" if end is not None else ""
     if len(breaks) == 1:
-        return Error(f"{what}: {_reason(first)}.{tail}", where=_line(first), fix=_remedy(first))
+        return Error(f"{what}: {_reason(first)}. {then}".rstrip(), where=_line(first), fix=_remedy(first))
     listed = (
         f"\n  {i}. {line}\n     {_reason(error)}.\n     fix: {_remedy(error)}"
         for i, (line, error) in enumerate(breaks.items(), 1)
     )
-    return Error(f"{what}; {len(breaks)} places break it:{''.join(listed)}{tail and chr(10)}{tail}")
+    return Error(f"{what}; {len(breaks)} places break it:{''.join(listed)}\n{then}".rstrip())
 
 
 def _reason(error: Break) -> str:

@@ -1,13 +1,16 @@
-"""What a model has to be before it is sharded; each thing that cannot be is one error."""
+"""What a model has to be, before it is sharded and when it is called; each thing that cannot be is one error."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from passes.errors import Error
 
@@ -61,3 +64,38 @@ def _check_parameter(name: str, parameter: torch.Tensor) -> None:
         )
     if parameter.layout != torch.strided:
         raise Error(f"Parameter {name!r} is {parameter.layout}, not dense.", fix="Use a dense parameter.")
+
+
+def check_inputs(model: nn.Module, inputs: Sequence[Any], hollows: Mapping[int, str]) -> None:
+    """Among the inputs of a graph there may be no parameter that the model has got since it was sharded. `hollows`: the
+    names of stand-ins by id."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for value in inputs:
+        if isinstance(value, nn.Parameter) and id(value) in names.keys() - hollows.keys():
+            raise Error(
+                f"Parameter {names[id(value)]!r} was added after shardc.compile.",
+                fix="Build the whole model first, adapters included, then compile it.",
+            )
+
+
+def check_result(result: Any, hollows: Mapping[int, str]) -> None:
+    """A parameter that the forward returns as it is does not pass through the graph, and its stand-in is empty."""
+    for value in _values(result):
+        if id(value) in hollows:
+            raise Error(
+                f"The forward returns the parameter {hollows[id(value)]!r} itself, of which a rank has only a piece.",
+                fix="Return what was computed from it (such as its .clone()), or read it from the model outside.",
+            )
+
+
+def _values(nested: Any) -> list[Any]:
+    """All that is in nested outputs, dataclasses among them."""
+    return [value for leaf in tree_leaves(nested) for value in (_fields(leaf) if _is_record(leaf) else [leaf])]
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(record: Any) -> list[Any]:
+    return _values([getattr(record, field.name, None) for field in dataclasses.fields(record)])

@@ -4,7 +4,6 @@ into a model."""
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import sys
 import warnings
@@ -18,10 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
 from passes.build import outputs, set_outputs
-from passes.errors import Error
 from passes.insert import Param, insert
 from passes.order import Orders
 from passes.partition import partition
@@ -30,7 +27,7 @@ from shardc import _torch
 from shardc.agree import agree
 from shardc.breaks import captured_call
 from shardc.capture import capture, own_code
-from shardc.check import check_model
+from shardc.check import check_inputs, check_model, check_result
 from shardc.lower import Lowering, check_backend
 from shardc.model import adopt, hollows, materialise, named, params_of, same_random_numbers, shard_leaf, slots
 from shardc.plan import Plan
@@ -107,13 +104,9 @@ def compile(
     mesh = plan.topology.mesh(device.type)
     _torch.silence_flatten_advice(mesh)
     sharded = _shard(model, plan, params, mesh, device, init, later=weights is not None)
-    groups = {axis: mesh.get_group(axis) for axis, size in plan.topology.inner}
-    for group in groups.values():
-        _torch.take_over_timeout(group, device)
     say = progress or _to_stderr
-    names = {axis: group.group_name for axis, group in groups.items()}
-    runtime = Runtime(sharded, Lowering(backend, names, say))
-    runtime.replaced = {id(p): weakref.ref(p) for p in parameters.values()}
+    lowering = Lowering(backend, _groups(mesh, plan, device), say)
+    runtime = Runtime(sharded, lowering, replaced={id(p): weakref.ref(p) for p in parameters.values()})
     model = adopt(model, runtime, Compiler(model, type(model).forward, params, runtime, dynamic, timeout_s, say))
     if weights is not None:
         load(model, weights, progress=progress is None)
@@ -148,7 +141,7 @@ class Compiler:
         with self.runtime.hollowed(self.places), _torch.capturing():
             result = captured_call(self.compiled, self.forward, self.model, args, kwargs)
         if len(self.runtime.programs) > known:
-            self.check_result(result)
+            check_result(result, self.hollows)
         return result
 
     def forget(self) -> None:
@@ -161,26 +154,7 @@ class Compiler:
             )
             self.warned = True
         _torch.forget_compiled(self.compiled)
-        self.runtime.programs.clear()
-
-    def check_inputs(self, inputs: Sequence[Any], known: Mapping[int, str]) -> None:
-        """The model may have got parameters since it was sharded."""
-        found = {id(p): name for name, p in self.model.named_parameters()}
-        new = [found[id(v)] for v in inputs if isinstance(v, nn.Parameter) and id(v) in found.keys() - known.keys()]
-        if new:
-            raise Error(
-                f"Parameter {new[0]!r} was added after shardc.compile.",
-                fix="Build the whole model first, adapters included, then compile it.",
-            )
-
-    def check_result(self, result: Any) -> None:
-        """A parameter that the forward returns as it is does not pass through the graph."""
-        names = {id(p.hollow): name for name, p in self.runtime.params.items()}
-        for name in (names[id(leaf)] for leaf in leaves(result) if id(leaf) in names):
-            raise Error(
-                f"The forward returns the parameter {name!r} itself, of which every rank has only a piece.",
-                fix="Return what was computed from it (such as its .clone()), or read it from the model outside.",
-            )
+        self.runtime.forget_programs()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiler:
         """For a copy of the model, which compiles its own calls. The order of collectives is agreed on already."""
@@ -192,15 +166,19 @@ class Compiler:
         return torch.compile(own_code(self.forward), backend=self.backend, fullgraph=True, dynamic=self.dynamic)
 
     @cached_property
+    def hollows(self) -> dict[int, str]:
+        """The parameters' names by the id of what stands in for them."""
+        return {id(p.hollow): name for name, p in self.runtime.params.items()}
+
+    @cached_property
     def places(self) -> list[tuple[dict[str, Any], str, Sharded]]:
         """Where hollow parameters go."""
         return [(owner, key, self.runtime.params[name]) for owner, key, name in slots(self.model)]
 
     def backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Step:
         """torch.compile's backend."""
-        names = {id(p.hollow): name for name, p in self.runtime.params.items()}
-        self.check_inputs(inputs, names)
-        names |= {id(b): name for name, b in self.model.named_buffers()}
+        check_inputs(self.model, inputs, self.hollows)
+        names = self.hollows | {id(b): name for name, b in self.model.named_buffers()}
         with paused_gc(), _torch.lazy_code():
             program = build(module, inputs, names, self.params, Runner(self.progress), self.orders)
             if not self.agreed:
@@ -208,19 +186,6 @@ class Compiler:
                 self.agreed = True
         self.runtime.programs.append(program)
         return Step(self.runtime, program)
-
-
-def leaves(value: Any) -> list[Any]:
-    """All that is in nested outputs, dataclasses among them."""
-    return [x for leaf in tree_leaves(value) for x in (_fields(leaf) if _is_record(leaf) else [leaf])]
-
-
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _fields(record: Any) -> list[Any]:
-    return leaves([getattr(record, field.name, None) for field in dataclasses.fields(record)])
 
 
 @contextmanager
@@ -240,6 +205,14 @@ def paused_gc() -> Iterator[None]:
 def _to_stderr(text: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"shardc: {text}", file=sys.stderr, flush=True)
+
+
+def _groups(mesh: Any, plan: Plan, device: torch.device) -> dict[str, str]:
+    """The name of each axis's process group; all wait as long as the default group does."""
+    groups = {axis: mesh.get_group(axis) for axis, size in plan.topology.inner}
+    for group in groups.values():
+        _torch.take_over_timeout(group, device)
+    return {axis: group.group_name for axis, group in groups.items()}
 
 
 def _device() -> torch.device:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from passes.errors import Error
 from passes.layout import Layout
+from shardc import _torch
 
 _ALIASES = (torch.Tensor.detach, torch.Tensor.data.__get__)
 _SET_DATA = torch.Tensor.data.__set__
@@ -57,15 +58,19 @@ class Leaf(DTensor):
                     target.changed()
         return result
 
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> Leaf:
+        """For torch.compile around an optimizer's step, which wants of its stand-ins the class of what it is given."""
+        return watched(DTensor.__tensor_unflatten__(inner, spec, size, stride), Changed())
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         """Values of its own, which nobody watches."""
         new = _plain(self).clone()
-        return memo.setdefault(
-            id(self), nn.Parameter(new, self.requires_grad) if isinstance(self, nn.Parameter) else new
-        )
+        copied = nn.Parameter(new, self.requires_grad) if isinstance(self, nn.Parameter) else new
+        return memo.setdefault(id(self), copied)
 
 
 # torch's staging of asynchronous checkpoints copies what the class of a tensor lists here.
@@ -96,8 +101,7 @@ def watched(tensor: DTensor, changed: Changed) -> Leaf:
 
 
 def _plain(leaf: Leaf) -> DTensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return leaf.detach()
+    return _torch.without_torch_function(leaf.detach)
 
 
 @cache

@@ -166,6 +166,12 @@ class Runtime:
         if any(id(q) in own for group in optimizer.param_groups for q in group["params"]):
             self.mark_stale()
 
+    def forget_programs(self) -> None:
+        """And the regions that were compiled for them; backwards that are still to come keep theirs."""
+        self.programs.clear()
+        self.lowering.known.clear()
+        self.lowering.compiled.clear()
+
     def clear_gradients(self) -> None:
         for p in self.params.values():
             p.clear()

@@ -26,7 +26,11 @@ def data(step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
     """The plain step."""
-    loss = model(*data(step))
+    return finish(model(*data(step)), optimizer)
+
+
+def finish(loss: Tensor, optimizer: torch.optim.Optimizer) -> float:
+    """What follows a forward."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -95,6 +99,19 @@ def grad_scaler(model: nn.Module, scale: float = 1024.0) -> list[float]:
 
 def grad_scaler_that_skips_steps(model: nn.Module) -> list[float]:
     return grad_scaler(model, scale=3e38)
+
+
+def compiled_optimizer(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=True)
+    step_of = torch.compile(optimizer.step, backend="aot_eager")
+    seen = []
+    for step in STEPS:
+        loss = model(*data(step))
+        loss.backward()
+        step_of()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
 
 
 def update_by_hand(model: nn.Module) -> list[float]:
@@ -219,10 +236,7 @@ def autocast(model: nn.Module) -> list[float]:
     for step in STEPS:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(*data(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item())
+        seen.append(finish(loss, optimizer))
     return seen
 
 
@@ -262,14 +276,7 @@ def evaluation_in_the_middle_of_an_accumulation(model: nn.Module) -> list[float]
 
 def two_forwards_before_a_backward(model: nn.Module) -> list[float]:
     optimizer = adamw(model.parameters())
-    seen = []
-    for step in STEPS:
-        loss = model(*data(step)) + model(*data(step, 1))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item())
-    return seen
+    return [finish(model(*data(step)) + model(*data(step, 1)), optimizer) for step in STEPS]
 
 
 def backwards_in_another_order(model: nn.Module) -> list[float]:
@@ -295,31 +302,25 @@ def retained_graph(model: nn.Module) -> list[float]:
 
 
 def checkpoint_around_the_model(model: nn.Module) -> list[float]:
+    def doubled(*args: Tensor) -> Tensor:
+        return 2 * model(*args)
+
     optimizer = adamw(model.parameters())
-    seen = []
-    for step in STEPS:
-        loss = checkpoint(lambda *args: 2 * model(*args), *data(step), use_reentrant=False)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item())
-    return seen
+    return [finish(checkpoint(doubled, *data(step), use_reentrant=False), optimizer) for step in STEPS]
 
 
 # The model changes
 
 
-def changing_shapes(model: nn.Module) -> list[float]:
+def of_lengths(model: nn.Module, lengths: list[int]) -> list[float]:
+    """A step for each length of the batch."""
     optimizer = adamw(model.parameters())
-    seen = []
-    for step in range(6):
-        ids, labels = (x[:, : 2 + step % 3] for x in data(step))
-        loss = model(ids, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item())
-    return seen
+    batches = ((x[:, :length].clone() for x in data(step)) for step, length in enumerate(lengths))
+    return [finish(model(*batch), optimizer) for batch in batches]
+
+
+def changing_shapes(model: nn.Module) -> list[float]:
+    return of_lengths(model, [2, 3, 4, 2, 3, 4])
 
 
 def hooks_on_modules(model: nn.Module) -> list[float]:
@@ -401,6 +402,7 @@ LOOPS: list[Loop] = [
     clipping_by_value,
     grad_scaler,
     grad_scaler_that_skips_steps,
+    compiled_optimizer,
     update_by_hand,
     autograd_grad,
     hooks_on_parameters,

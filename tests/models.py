@@ -201,7 +201,7 @@ def qwen3() -> nn.Module:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    size = {"vocab_size": VOCABULARY, "n_embd": 12, "n_layer": 2, "n_head": 2, "n_positions": 8}
+    size = {"vocab_size": VOCABULARY, "n_embd": 12, "n_layer": 2, "n_head": 2, "n_positions": 16}
     return GPT2LMHeadModel(GPT2Config(**size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
@@ -210,7 +210,7 @@ def bert() -> nn.Module:
 
     size = {"vocab_size": VOCABULARY, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForMaskedLM(BertConfig(**size, **dropout, num_attention_heads=2, max_position_embeddings=8))
+    return BertForMaskedLM(BertConfig(**size, **dropout, num_attention_heads=2, max_position_embeddings=16))
 
 
 def t5() -> nn.Module:
