@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from passes.build import Writer, copy, fake_mode, outputs, set_outputs
 from passes.errors import Error
 from passes.regions import Region, regions
 from shardc import _torch
+from shardc.failures import in_generated_code, in_outer_function, naming_failures
 
 BACKENDS = ("inductor", "inductor-whole", "eager")
 Callback = Callable[[str], None]
@@ -56,11 +56,12 @@ class Lowering:
 
     def _whole(self, graph: fx.Graph, name: str) -> Callable[[list[Any]], Any]:
         self.progress(f"compiling {name} as one graph")
+        hop_of = in_generated_code(graph)
         graph = with_functional_collectives(copy(graph), self.groups)
         leaves, spec = torch.utils._pytree.tree_flatten(outputs(graph))
         set_outputs(graph, tuple(leaves))
         run = _torch.compile_graph(with_aten_rows(fx.GraphModule(graph.owning_module, graph)))
-        return lambda args: torch.utils._pytree.tree_unflatten(list(run(args)), spec)
+        return naming_failures(lambda args: torch.utils._pytree.tree_unflatten(list(run(args)), spec), hop_of)
 
 
 def check_backend(backend: str) -> None:
@@ -154,32 +155,9 @@ def emit(graph: fx.Graph, name: str, lowering: Lowering) -> Callable[[list[Any]]
     exec(compile(source, file, "exec"), writer.globals)
     function = writer.globals[name]
 
-    def run(args: list[Any]) -> Any:
-        try:
-            return function(args)
-        except RuntimeError as error:
-            hop = writer.hops.get(_line_in(file, error))
-            if hop is None:
-                raise
-            raise failed(hop, error) from error
-
+    run = naming_failures(function, in_outer_function(file, writer.hops))
     run.source = source  # type: ignore[attr-defined]
     return run
-
-
-def failed(hop: ops.Hop, error: RuntimeError) -> Error:
-    """A collective that raised, at its start or while it was waited for."""
-    return Error(
-        f"A collective failed: {hop}.\n    {str(error).strip().splitlines()[0]}",
-        fix="Look at the ranks of this axis for one that raised, died, or runs another program; "
-        "how long to wait is the `timeout` of init_process_group.",
-    )
-
-
-def _line_in(file: str, error: BaseException) -> int | None:
-    """The line of a generated function that an exception passed through."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return next((line for frame, line in frames if frame.f_code.co_filename == file), None)
 
 
 class _Source:
@@ -187,7 +165,7 @@ class _Source:
         self.lowering = lowering
         self.globals: dict[str, Any] = {}
         self.locals: set[str] = set()
-        self.hops: dict[int | None, ops.Hop] = {}
+        self.hops: dict[int, ops.Hop] = {}
         """by line of the source, for starts and waits"""
 
     def function(self, graph: fx.Graph, name: str) -> str:

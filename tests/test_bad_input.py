@@ -249,42 +249,46 @@ def test_conversion_and_assignment_to_data() -> None:
 # Ranks that are lost
 
 
-def lost(directory: str, dies: bool) -> None:
+def lost(directory: str, dies: bool, backend: str, timeout_s: int) -> None:
     """Rank 1 does not come to the second step. Each other rank writes down what it raises."""
-    dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=3))
-    model = compiled(nn.Sequential(nn.Linear(4, 4, bias=False)), shardc.Plan.zero3(TOPOLOGY))
+    dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
+    model = compiled(nn.Sequential(nn.Linear(4, 4, bias=False)), shardc.Plan.zero3(TOPOLOGY), backend=backend)
     model(torch.ones(2, 4)).sum().backward()
     dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(1)
         if dies:
             os._exit(1)
-        time.sleep(8)
+        time.sleep(timeout_s + 5)
         return
     start = time.monotonic()
     with pytest.raises(shardc.Error) as error:
         model(torch.ones(2, 4)).sum().backward()
     Path(directory, f"rank{dist.get_rank()}").write_text(f"{time.monotonic() - start:.0f} {error.value}")
-    time.sleep(8 if dies else 0)  # so that it is the death of rank 1 that the others see
+    time.sleep(timeout_s + 5 if dies else 0)  # so that it is the death of rank 1 that the others see
 
 
-def check_all_named_it(directory: Path) -> None:
+def check_all_named_it(directory: Path, timeout_s: int) -> None:
     for rank in (0, 2, 3):
         seconds, _, message = (directory / f"rank{rank}").read_text().partition(" ")
-        assert int(seconds) < 8
+        assert int(seconds) < timeout_s + 5
         assert re.match(r"A collective failed: gather all_gather over (gpu|node) of 0.weight\.\n    \S", message)
         assert "fix: Look at the ranks of this axis" in message
 
 
-def test_a_rank_that_never_arrives_is_noticed_by_all(tmp_path: Path) -> None:
-    run(lost, 4, str(tmp_path), False)
-    check_all_named_it(tmp_path)
+ARRIVING = [("eager", 3), pytest.param("inductor-whole", 10, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("backend", "timeout_s"), ARRIVING)
+def test_a_rank_that_never_arrives_is_noticed_by_all(tmp_path: Path, backend: str, timeout_s: int) -> None:
+    run(lost, 4, str(tmp_path), False, backend, timeout_s)
+    check_all_named_it(tmp_path, timeout_s)
 
 
 def test_a_rank_that_dies_is_noticed_by_all(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="rank 1:\nthe process died"):
-        run(lost, 4, str(tmp_path), True)
-    check_all_named_it(tmp_path)
+        run(lost, 4, str(tmp_path), True, "eager", 3)
+    check_all_named_it(tmp_path, 3)
 
 
 # Models that cannot be sharded

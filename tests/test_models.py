@@ -25,7 +25,6 @@ from world import run
 TOPOLOGY = shardc.Topology(node=2, gpu=2)
 PLANS = plans_of(TOPOLOGY)
 ZERO3 = PLANS["zero3"]
-STEPS_AND_PLANS = None
 
 
 def mib() -> int:
