@@ -43,7 +43,8 @@ def quietly(model: nn.Module, plan: shardc.Plan, backend: str = "eager", **optio
 def errors_of(cases: Sequence[Case], topology: shardc.Topology) -> dict[Case, float]:
     """The worst error of each case over all ranks; to be run on each."""
     worst = torch.tensor([max(_errors(case, plans_of(topology)[case.plan])) for case in cases])
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
     return dict(zip(cases, worst.tolist(), strict=True))
 
 
@@ -67,16 +68,17 @@ def table(errors: Mapping[Case, float]) -> str:
 def _errors(case: Case, plan: shardc.Plan) -> Iterator[float]:
     """Of losses, gradients, parameters and this rank's buffers."""
     make, call = MODELS[case.model]
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     torch.manual_seed(0)
-    reference = make()
+    reference = make().to(device)
     ranks = [_sharing_parameters(reference) for _ in range(dist.get_world_size())]
     model = quietly(copy.deepcopy(reference), plan, case.backend)
-    ours, theirs = adamw(model.parameters()), adamw(reference.parameters())
+    ours, theirs = adamw(model.parameters(), lr=1e-3), adamw(reference.parameters(), lr=1e-3)
     for step in range(STEPS):
         for micro in range(case.micro_batches):
             last = micro == case.micro_batches - 1
             with nullcontext() if last else model.no_sync():
-                loss = call(model, step, *batch(step, micro, dist.get_rank()))
+                loss = call(model, step, *_batch(step, micro, dist.get_rank(), device))
                 loss.backward()
             yield error(mean(loss.detach()), _reference_backward(ranks, call, step, micro))
         yield from _gradient_errors(model, reference)
@@ -97,12 +99,17 @@ def _sharing_parameters(model: nn.Module) -> nn.Module:
 
 def _reference_backward(ranks: list[nn.Module], call: Call, step: int, micro: int) -> Tensor:
     """The mean loss over the batches of all ranks; its gradients are added."""
-    total = torch.zeros(())
+    device = next(ranks[0].parameters()).device
+    total = torch.zeros((), device=device)
     for rank, replica in enumerate(ranks):
-        loss = call(replica, step, *batch(step, micro, rank)) / len(ranks)
+        loss = call(replica, step, *_batch(step, micro, rank, device)) / len(ranks)
         loss.backward()
         total += loss.detach()
     return total
+
+
+def _batch(step: int, micro: int, rank: int, device: torch.device | str) -> list[Tensor]:
+    return [x.to(device) for x in batch(step, micro, rank)]
 
 
 def _gradient_errors(model: nn.Module, reference: nn.Module) -> Iterator[float]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.attention.flex_attention as flex
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -475,6 +476,23 @@ class Bare(nn.Module):
         return (x @ self.weight.t()).sum()
 
 
+class Flexible(nn.Module):
+    """flex_attention with a mask of blocks and a learned slope, which the body of the op captures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 12)
+        self.qkv = nn.Linear(12, 36)
+        self.slope = nn.Parameter(torch.tensor([0.5, 0.25]))
+        self.head = nn.Linear(12, VOCABULARY)
+        self.mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 4, 4, device="cpu")
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.embed(ids)).unflatten(-1, (3, 2, 6)).transpose(1, 3).unbind(2)
+        y = flex.flex_attention(q, k, v, lambda s, b, h, i, j: s + self.slope[h] * (j - i), self.mask.to(ids.device))
+        return F.cross_entropy(self.head(y.transpose(1, 2).flatten(-2)).flatten(0, 1), labels.flatten())
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "gpt": (gpt, plain),
     "checkpointed gpt": (checkpointed_gpt, plain),
@@ -500,7 +518,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "called twice": (Twice, two_losses),
     "branching": (Branching, plain),
     "selecting": (Selecting, plain),
+    "flex attention": (Flexible, plain),
     "lora": (adapted, plain),
     "peft": (with_peft, as_transformers),
     "mixed dtypes": (MixedDtypes, now_and_then),
 }
+NOT_COMPILED = {"flex attention"}
+"""Where there is no GPU: Inductor has no backward of it for CPUs. (That torch refuses it there is switched off.)"""
+flex._validate_device = lambda query, key, value: None

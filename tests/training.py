@@ -69,9 +69,9 @@ def batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-    """With the default eps, the rounding of a zero gradient becomes a full step."""
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, **options)
+def adamw(parameters: Any, lr: float = 1e-2, **options: Any) -> torch.optim.Optimizer:
+    """With the default eps, the rounding of a zero gradient becomes a full step; here it is multiplied by lr / eps."""
+    return torch.optim.AdamW(parameters, lr=lr, eps=1e-3, **options)
 
 
 @dataclass

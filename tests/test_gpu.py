@@ -1,0 +1,90 @@
+"""On a GPU: one rank under NCCL, through Inductor and Triton, against the same training without shardc."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import models
+import shardc
+from matrix import Case, errors_of, too_far
+from training import adamw, batch
+
+TOPOLOGY = shardc.Topology(node=1, gpu=1)
+NAMES = ["gpt", "checkpointed gpt", "uneven, tied, frozen, 0-dim, unused", "llama", "flex attention", "branching"]
+STEPS = range(4)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def compiled(model: nn.Module, **options: object) -> nn.Module:
+    plan = shardc.Plan.zero3(TOPOLOGY, **options)
+    return shardc.compile(model, plan, progress=lambda line: None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models_train_as_without_shardc(name: str) -> None:
+    assert too_far(errors_of([Case(name, "zero3", "inductor", 2)], TOPOLOGY)) == {}
+
+
+def scaled_losses(model: nn.Module, autocast: bool) -> list[float]:
+    """float16 with loss scaling; a scale that starts so high that the first steps are skipped."""
+    optimizer, scaler = adamw(model.parameters()), torch.amp.GradScaler("cuda", init_scale=2.0**24)
+    losses = []
+    for step in STEPS:
+        with torch.autocast("cuda", torch.float16, enabled=autocast):
+            loss = model(*on_gpu(step))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def on_gpu(step: int) -> list[Tensor]:
+    return [x.cuda() for x in batch(step, 0, 0)]
+
+
+def test_float16_with_a_grad_scaler_trains() -> None:
+    reference = models.gpt().cuda()
+    expected = scaled_losses(copy.deepcopy(reference), autocast=True)
+    found = scaled_losses(compiled(reference, param_dtype=torch.float16), autocast=False)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
+
+
+def test_dropout_repeats_with_the_seed_of_its_generator() -> None:
+    model = compiled(models.Dropping())
+    x = torch.ones(40, 10, device="cuda")
+    seen = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        seen.append(model(x).detach())
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[0], seen[2])
+
+
+def test_parameters_on_meta_start_on_the_gpu() -> None:
+    with torch.device("meta"):
+        model = models.gpt()
+    model = compiled(model)
+    assert all(p.to_local().is_cuda for p in model.parameters())
+    assert torch.isfinite(model(*on_gpu(0)))
