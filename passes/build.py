@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -83,6 +85,31 @@ def rearrange(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         if node.op not in ("placeholder", "output"):
             output.prepend(node)
+
+
+def sort(graph: fx.Graph, before: Mapping[fx.Node, fx.Node] = MappingProxyType({})) -> list[fx.Node]:
+    """Brings the nodes into an order in which each comes after its inputs and after the node that `before` has for it,
+    as near to the present one as can be. Returns those for which there is none; the graph then stays as it is."""
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    needs = {node: {*node.all_input_nodes, *([before[node]] if node in before else [])} for node in nodes}
+    users: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+    for node, inputs in needs.items():
+        for value in inputs:
+            users[value].append(node)
+    missing = {node: len(inputs) for node, inputs in needs.items()}
+    ready = [position[node] for node in nodes if not missing[node]]
+    done: list[fx.Node] = []
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        done.append(node)
+        for user in users[node]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, position[user])
+    if len(done) == len(nodes):
+        rearrange(graph, done)
+    return [node for node in nodes if missing[node]]
 
 
 def copy(graph: fx.Graph) -> fx.Graph:

@@ -26,7 +26,6 @@ becomes, for the agreed order `v`, `w`,
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +35,7 @@ from typing import Any
 from torch import fx
 
 from passes import ops
-from passes.build import rearrange
+from passes.build import sort
 from passes.errors import Error
 
 Key = tuple[object, ...]
@@ -96,7 +95,9 @@ def align(graph: fx.Graph, order: Sequence[Key]) -> fx.Graph:
     if Counter(own) != Counter(order):
         raise ValueError("order is not a permutation of the graph's collectives")
     chain = _chain(graph, order)
-    _sort(graph, dict(zip(chain[1:], chain, strict=False)))
+    stuck = sort(graph, dict(zip(chain[1:], chain, strict=False)))
+    if stuck:
+        _raise_contradiction(next(node for node in stuck if ops.is_start(node)))
     return graph
 
 
@@ -105,29 +106,6 @@ def _chain(graph: fx.Graph, order: Sequence[Key]) -> list[fx.Node]:
     for node in reversed(ops.hops(graph)):
         by_key.setdefault(ops.hop(node).key, []).append(node)
     return [by_key[key].pop() for key in order]
-
-
-def _sort(graph: fx.Graph, before: dict[fx.Node, fx.Node]) -> None:
-    nodes = list(graph.nodes)
-    position = {node: i for i, node in enumerate(nodes)}
-    needs = {node: {*node.all_input_nodes, *([before[node]] if node in before else [])} for node in nodes}
-    users: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
-    for node, inputs in needs.items():
-        for value in inputs:
-            users[value].append(node)
-    missing = {node: len(inputs) for node, inputs in needs.items()}
-    ready = [position[node] for node in nodes if not missing[node]]
-    done: list[fx.Node] = []
-    while ready:
-        node = nodes[heapq.heappop(ready)]
-        done.append(node)
-        for user in users[node]:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, position[user])
-    if len(done) < len(nodes):
-        _raise_contradiction(next(node for node in nodes if missing[node] and ops.is_start(node)))
-    rearrange(graph, done)
 
 
 def _raise_contradiction(node: fx.Node) -> None:

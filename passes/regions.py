@@ -137,11 +137,10 @@ def _stays_outside(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and node.target.is_view
-        and isinstance(node.meta["val"], torch.Tensor)
-    )
+    """A part of a split is one too."""
+    if node.target is operator.getitem:
+        return _is_view(node.all_input_nodes[0])
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def _base(node: fx.Node) -> fx.Node:

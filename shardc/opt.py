@@ -19,6 +19,7 @@ from typing import Any
 from torch import fx
 
 from passes import ops
+from passes.bucket import bucket
 from passes.build import identifier, outputs, placeholders
 from passes.errors import Error
 from passes.follow import hop_axes
@@ -31,7 +32,7 @@ from passes.text import line_of, to_text
 from passes.verify import verify, verify_pairs
 from shardc.compile import forward_only
 
-STAGES = ("insert", "partition", "schedule", "regions")
+STAGES = ("insert", "partition", "bucket", "schedule", "regions")
 
 
 def add_to(commands: Any) -> None:
@@ -58,10 +59,13 @@ def run(options: argparse.Namespace) -> None:
 def optimise(graph: fx.Graph, stages: tuple[str, ...], layouts: dict[str, Layout] | None) -> list[fx.Graph]:
     """The graphs after the last of `stages`."""
     halves: list[fx.Graph | None] = [graph]
+    names = registered(graph)
     if "partition" in stages:
         check(layouts, joint=graph)
         halves = [*(partition if trains(graph) else forward_only)(graph, parameters(graph))]
     graphs = [half for half in halves if half is not None]
+    if "bucket" in stages:
+        graphs = [bucket(half, names) for half in graphs]
     if "schedule" in stages:
         graphs = [schedule(half) for half in graphs]
     check(layouts, **{role(half): half for half in graphs})
@@ -94,6 +98,13 @@ def parameters(graph: fx.Graph) -> dict[str, str]:
         name for part in (result if isinstance(result, tuple) else [result]) if isinstance(part, dict) for name in part
     }
     return {identifier(name): name for name in sorted(names) if identifier(name) in placeholders(graph)}
+
+
+def registered(graph: fx.Graph) -> list[str]:
+    """Parameters in the model's order, as far as a text tells it: that of the gradients, else of the placeholders."""
+    result, by_place = outputs(graph), parameters(graph)
+    grads = result if isinstance(result, dict) else next((part for part in result if isinstance(part, dict)), {})
+    return [*dict.fromkeys([*grads, *(by_place[place] for place in placeholders(graph) if place in by_place)])]
 
 
 # Layouts

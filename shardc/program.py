@@ -14,6 +14,7 @@ from functools import cached_property
 from torch import fx
 
 from passes.accumulate import accumulate
+from passes.bucket import bucket
 from passes.build import copy, outputs
 from passes.errors import Error
 from passes.excerpt import excerpt, needed
@@ -38,6 +39,8 @@ class Program:
     captured: Captured
     params: dict[str, Param]
     """by placeholder name"""
+    names: tuple[str, ...]
+    """of all the model's parameters, in the order in which it registers them"""
     halves: tuple[fx.Graph, fx.Graph | None]
     """forward and backward as they were partitioned; every variation starts from a copy of one"""
     run: Runner
@@ -88,6 +91,7 @@ class Program:
         return graph
 
     def _finish(self, graph: fx.Graph) -> fx.Graph:
+        graph = self.run("bucket", bucket, graph, self.names)
         return self.orders(self.run("schedule", schedule, graph))
 
     def _once(self, key: tuple[object, ...], make: Callable[[], fx.Graph]) -> fx.Graph:
@@ -107,7 +111,9 @@ class Program:
 
     def after(self, stage: str) -> tuple[fx.Graph, ...]:
         """The graphs as they stood after a stage: one joint graph after `capture`, `decompose` and `insert`; forward
-        and backward after `partition`, `schedule` and `regions`."""
+        and backward after `partition`, `bucket`, `schedule` and `regions`."""
+        if stage == "bucket":
+            return tuple(bucket(copy(half), self.names) for half in self.halves if half is not None)
         if stage == "schedule":
             return self.forward, *([self.backward] if self.backward else [])
         if stage == "regions":

@@ -147,7 +147,7 @@ def test_a_stage_that_does_not_follow_is_refused(opt) -> None:
     status, _, error = opt(BACKWARD, "--after", "schedule", "--until", "partition")
     assert status == 1
     assert error == (
-        "Stage partition does not follow schedule.\n  fix: The stages: insert, partition, schedule, regions.\n"
+        "Stage partition does not follow schedule.\n  fix: The stages: insert, partition, bucket, schedule, regions.\n"
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from passes.accumulate import accumulate
+from passes.bucket import bucket
 from passes.insert import Param, insert
 from passes.layout import Layout
 from passes.order import align, collective_order
@@ -42,6 +43,7 @@ PASSES: dict[str, Callable[[fx.Graph], fx.Graph | tuple[fx.Graph, ...]]] = {
     "refresh": lambda graph: refresh(graph, param(ON_GPU, torch.bfloat16), {"w"}),
     "accumulate": lambda graph: accumulate(graph, param(ON_GPU)),
     "sync": lambda graph: sync(graph, param(replace(ON_GPU, optim=1))),
+    "bucket": lambda graph: bucket(graph, ["layers.0.w", "layers.0.v", "w", "v"]),
     "schedule": schedule,
     "order": lambda graph: align(graph, collective_order(graph)[::-1]),
     "regions": regions,
