@@ -50,7 +50,7 @@ from torch import fx
 
 from passes import ops
 from passes.build import Writer, fake_mode, sort
-from passes.regions import block_of
+from passes.regions import blocks
 
 aten = torch.ops.aten
 _UP = ("gather", "refresh")
@@ -82,27 +82,27 @@ def choose_buckets(graph: fx.Graph, names: Sequence[str]) -> list[list[fx.Node]]
 def _stretches(graph: fx.Graph) -> dict[fx.Node, int]:
     """For each start the stretch of compute of one block in which its parameter is first needed, or its gradient made.
     What leads to a gather (casts, earlier hops) is no compute of a block: it goes where the gather goes."""
-    leading = _leading(graph)
+    lead = leading(graph) | set(graph.find_nodes(op="call_function", target=ops.compact))
+    compute = [n for n in graph.nodes if n.op == "call_function" and not ops.is_hop(n) and n not in lead]
+    block_at = dict(zip(compute, blocks(compute), strict=True))
     at: dict[fx.Node, int] = {}
-    count, block = 0, None
+    count, block = 0, ""
     for node in graph.nodes:
-        if node.op == "call_function" and "module" in node.meta and node not in leading:
-            here = block_of(node.meta["module"])
-            count, block = count + (here != block), here
+        here = block_at.get(node, block)
+        count, block = count + (here != block), here
         at[node] = count
     for node in reversed(graph.nodes):
-        if node in leading:
+        if node in lead:
             at[node] = min((at[user] for user in node.users), default=at[node])
     return {start: at[start] for start in ops.hops(graph)}
 
 
-def _leading(graph: fx.Graph) -> set[fx.Node]:
-    """Gathers and refreshes, their waits, and what only leads to them."""
+def leading(graph: fx.Graph) -> set[fx.Node]:
+    """Gathers and refreshes, their waits, and what leads to nothing but them."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         is_up = ops.is_hop(node) and ops.hop(node).purpose in _UP
-        behind = node.target is ops.compact and ops.is_wait(node.args[0])
-        if is_up or behind or (node.op == "call_function" and node.users and all(u in found for u in node.users)):
+        if is_up or (node.op == "call_function" and node.users and all(u in found for u in node.users)):
             found.add(node)
     return found
 

@@ -44,7 +44,7 @@ not keep.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,27 @@ def block_of(module: str) -> str:
     return ""
 
 
+def blocks(nodes: Iterable[fx.Node]) -> list[str]:
+    """For each node of a sequence the block that it is computed for: '' outside of any. A node without a module belongs
+    to what came before it. So does the root's own code between two blocks, such as a sum of gradients."""
+    modules = [node.meta.get("module") for node in nodes]
+    found: list[str] = []
+    for module, following in zip(modules, _following(modules), strict=True):
+        before = found[-1] if found else ""
+        keeps = module is None or (module == "" and before != "" and block_of(following) != "")
+        found.append(before if keeps else block_of(module or ""))
+    return found
+
+
+def _following(modules: Sequence[str | None]) -> list[str]:
+    """For each module the next one that is not the root."""
+    found, following = [], ""
+    for module in reversed(modules):
+        following = module or following
+        found.append(following)
+    return found[::-1]
+
+
 def region_of(graph: fx.Graph, name: str) -> Region:
     """A graph that returns a tuple, as a region."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
@@ -108,6 +129,8 @@ def region_of(graph: fx.Graph, name: str) -> Region:
 
 def _segments(graph: fx.Graph) -> Iterator[fx.Node | list[fx.Node]]:
     """Outer nodes, and lists of nodes that form a region, in order."""
+    inside = [n for n in graph.nodes if not (_is_body(n) or _is_view(n) or _stays_outside(n))]
+    block_at = dict(zip(inside, blocks(inside), strict=True))
     taken: set[fx.Node] = set()
     current: list[fx.Node] = []
     block = ""
@@ -122,11 +145,10 @@ def _segments(graph: fx.Graph) -> Iterator[fx.Node | list[fx.Node]]:
                 current = []
             yield node
             continue
-        here = block_of(node.meta["module"]) if "module" in node.meta else block
-        if current and here != block:
+        if current and block_at[node] != block:
             yield current
             current = []
-        block = here
+        block = block_at[node]
         for member in _with_items(node):
             taken.add(member)
             current.append(member)

@@ -1,14 +1,14 @@
-"""Schedule: one order of compute and hops. The plain one: block by block.
+"""Schedule: one order of compute and hops, so that hops run behind compute.
 
-Within each stretch of compute of one repeated block (or outside of any), the gathers and refreshes that it needs go
-before it, all starts first and then the waits, and the reduces and syncs of its gradients go behind it:
+Lanes run side by side: one for compute, one for each process group. A hop is on its lane from its start to its wait:
 
     def forward(w: f32[4, 8], v: f32[4, 8], x: f32[4, 8]):
         'layers.0'
         a: f32[8, 8] = all_gather(w, 'gpu', 2, purpose='gather', params=['layers.0.w'], again=True)
         f: f32[8, 8] = wait(a)
         y: f32[4, 8] = mm(x, f)
-        b: f32[8, 8] = all_gather(v, 'gpu', 2, purpose='gather', params=['layers.0.v'], again=True)
+        'layers.1'
+        b: f32[8, 8] = all_gather(v, 'gpu', 2, purpose='gather', params=['layers.1.v'], again=True)
         g: f32[8, 8] = wait(b)
         z: f32[4, 8] = mm(y, g)
         return ([z], [])
@@ -18,90 +18,300 @@ becomes
     def forward(w: f32[4, 8], v: f32[4, 8], x: f32[4, 8]):
         'layers.0'
         a: f32[8, 8] = all_gather(w, 'gpu', 2, purpose='gather', params=['layers.0.w'], again=True)
-        b: f32[8, 8] = all_gather(v, 'gpu', 2, purpose='gather', params=['layers.0.v'], again=True)
+        'layers.1'
+        b: f32[8, 8] = all_gather(v, 'gpu', 2, purpose='gather', params=['layers.1.v'], again=True)
+        'layers.0'
         f: f32[8, 8] = wait(a)
-        g: f32[8, 8] = wait(b)
         y: f32[4, 8] = mm(x, f)
+        'layers.1'
+        g: f32[8, 8] = wait(b)
         z: f32[4, 8] = mm(y, g)
         return ([z], [])
 
-so that a block is one piece of compute. A block's parameters are full together, as long as the block runs.
+Compute keeps its order, and stays whole: hops go between the stretches of one repeated block, never into one. Between
+two stretches a lane that will be idle during the next one gets its next hop: a gather that is urgent, else a reduce
+(which frees memory), else the gather that is needed next, as long as what is gathered ahead fits a window of bytes. A
+gather is waited for right before the stretch that needs it, everything else at the first border behind its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf, prod
 
 from torch import fx
 
 from passes import ops
+from passes.bucket import leading
 from passes.build import rearrange
-from passes.regions import block_of
+from passes.regions import blocks
 
-_UP = ("gather", "refresh")
+Cost = Callable[[fx.Node], float]
+"""Microseconds of a node; of a start, how long its hop is on its lane."""
 
 
-def schedule(graph: fx.Graph) -> fx.Graph:
-    """Edits the order in place."""
-    rearrange(graph, [node for run in _runs(graph) for node in _ordered(run)])
+def schedule(graph: fx.Graph, us: Cost | None = None, window_bytes: int | None = None) -> fx.Graph:
+    """Edits the order in place. `us` is what each node takes; without it a stretch takes as long as four hops.
+    `window_bytes` bounds what is gathered ahead of the stretch that needs it (default: what the two largest need)."""
+    constants = graph.find_nodes(op="get_attr")
+    rearrange(graph, [*constants, *Lanes(*lay_out(graph), us, window_bytes).order()])
     return graph
 
 
-def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Stretches of one block. A gather opens the stretch of the block that it is for; a reduce stays where its gradient
-    is."""
-    current: list[fx.Node] = []
-    block = None
+# What there is to order
+
+
+@dataclass(eq=False)
+class Flight:
+    """A hop between its start and its wait. Stretches of compute are counted."""
+
+    start: fx.Node
+    wait: fx.Node
+    before: list[fx.Node] = field(default_factory=list)
+    """what only leads to it: casts and copy-in of shards"""
+    behind: list[fx.Node] = field(default_factory=list)
+    """what comes of it and no stretch needs: copies to keep, sums in accumulators"""
+    after: list[Flight] = field(default_factory=list)
+    """whose results it takes"""
+    ready: int = -1
+    """the last stretch that it needs"""
+    due: int = 0
+    """the first stretch that needs it; where none does, the number of stretches"""
+
+    @property
+    def axis(self) -> str:
+        return str(self.start.args[1])
+
+    @property
+    def size(self) -> int:
+        return int(self.start.args[2])
+
+    @property
+    def climbs(self) -> bool:
+        return self.start.target is ops.all_gather
+
+
+def lay_out(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[Flight]]:
+    """The stretches of compute, and the flights, both in the order of the graph."""
+    lead, trail = leading(graph), _trailing(graph)
+    apart = {*lead, *trail, *(node for node in graph.nodes if ops.is_hop(node))}
+    stretches = _stretches([node for node in graph.nodes if node.op == "call_function" and node not in apart])
+    number = {node: i for i, nodes in enumerate(stretches) for node in nodes}
+    owner: dict[fx.Node, Flight] = {}
+    flights = [_flight(start, number, owner) for start in ops.hops(graph)]
+    for node in trail:
+        if node not in owner:
+            _put_behind(node, number, owner)
+    for flight in reversed(flights):
+        flight.due = min(_dues(flight, number, owner), default=len(stretches))
+    return stretches, flights
+
+
+def _trailing(graph: fx.Graph) -> list[fx.Node]:
+    """What follows from a reduce or sync; and what comes of gathers alone and goes to nothing but the outputs."""
+    down: set[fx.Node] = set()
+    pure: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "call_function" and "module" in node.meta and not _is_move(node, ("reduce", "sync")):
-            here = block_of(node.meta["module"])
-            if block is not None and here != block:
-                yield current
-                current = []
-            block = here
-        current.append(node)
-    yield current
+        inputs = node.all_input_nodes
+        if ops.is_hop(node):
+            (pure if ops.hop(node).kind == "all_gather" else down).add(node)
+        elif node.op == "call_function" and any(n in down for n in inputs):
+            down.add(node)
+        elif node.op == "call_function" and inputs and all(n in pure for n in inputs):
+            pure.add(node)
+    for node in reversed(graph.nodes):
+        if node in pure and not all(user.op == "output" or user in pure for user in node.users):
+            pure.remove(node)
+    return [node for node in graph.nodes if (node in down or node in pure) and not ops.is_hop(node)]
 
 
-def _ordered(run: list[fx.Node]) -> list[fx.Node]:
-    early, late = _early(run), _late(run)
-    middle = [n for n in run if n not in early and n not in late]
-    return [*_by_depth(n for n in run if n in early), *middle, *_by_depth(n for n in run if n in late)]
-
-
-def _early(run: list[fx.Node]) -> set[fx.Node]:
-    """Gathers and refreshes with all that leads to them, their waits, and the copy-out behind."""
-    found: set[fx.Node] = set()
-    for node in reversed(run):
-        if _is_move(node, _UP) or (node.op == "call_function" and any(user in found for user in node.users)):
-            found.add(node)
+def _stretches(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Compute in order, cut where a repeated block begins or ends. A `compact` goes with what uses it."""
+    found: list[list[fx.Node]] = []
+    block = None
+    for node, here in zip(nodes, blocks(_placed(node) for node in nodes), strict=True):
+        if here != block:
+            found.append([])
+        block = here
+        found[-1].append(node)
     return found
 
 
-def _late(run: list[fx.Node]) -> set[fx.Node]:
-    """Reduces and syncs with all that follows from them."""
-    found: set[fx.Node] = set()
-    for node in run:
-        if _is_move(node, ("reduce", "sync")) or any(value in found for value in node.all_input_nodes):
-            found.add(node)
-    return found
+def _placed(node: fx.Node) -> fx.Node:
+    return min(node.users) if node.target is ops.compact else node
 
 
-def _is_move(node: fx.Node, purposes: tuple[str, ...]) -> bool:
-    """A hop of one of these purposes, or the `compact` behind one."""
-    if node.op == "call_function" and node.target is ops.compact:
-        node = node.all_input_nodes[0]
-    return ops.is_hop(node) and ops.hop(node).purpose in purposes
+def _flight(start: fx.Node, number: dict[fx.Node, int], owner: dict[fx.Node, Flight]) -> Flight:
+    flight = Flight(start, next(iter(start.users)))
+    _claim(start, flight, number, owner)
+    flight.before.remove(start)
+    owner[flight.wait] = flight
+    return flight
 
 
-def _by_depth(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Hop after hop of the chains, all chains together: starts, then waits, then what computes on the results."""
-    depth: dict[fx.Node, int] = {}
-    found = list(nodes)
-    for node in found:
-        depth[node] = max((depth.get(n, 0) for n in node.all_input_nodes), default=0) + ops.is_start(node)
-    return sorted(found, key=lambda n: (depth[n], _kind(n)))
+def _claim(node: fx.Node, flight: Flight, number: dict[fx.Node, int], owner: dict[fx.Node, Flight]) -> None:
+    """A node that leads to a start, with what leads to it, inputs first."""
+    owner[node] = flight
+    for value in node.all_input_nodes:
+        if value in owner:
+            flight.after += [owner[value]] if owner[value] not in (flight, *flight.after) else []
+        elif value in number:
+            flight.ready = max(flight.ready, number[value])
+        elif value.op == "call_function":
+            _claim(value, flight, number, owner)
+    flight.before.append(node)
 
 
-def _kind(node: fx.Node) -> int:
-    return 0 if ops.is_start(node) else 1 if ops.is_wait(node) else 2
+def _put_behind(node: fx.Node, number: dict[fx.Node, int], owner: dict[fx.Node, Flight]) -> None:
+    owner[node] = flight = max((owner[n] for n in node.all_input_nodes if n in owner), key=lambda f: f.start)
+    flight.ready = max([flight.ready, *(number[n] for n in node.all_input_nodes if n in number)])
+    flight.behind.append(node)
+
+
+def _dues(flight: Flight, number: dict[fx.Node, int], owner: dict[fx.Node, Flight]) -> Iterator[int]:
+    for node in (flight.wait, *flight.before):
+        for user in node.users:
+            if user in number:
+                yield number[user]
+            elif user in owner and owner[user] is not flight:
+                yield owner[user].due
+
+
+# The order
+
+
+class Lanes:
+    """Goes through the stretches with a clock, and writes down the order."""
+
+    def __init__(
+        self, stretches: Sequence[list[fx.Node]], flights: Sequence[Flight], us: Cost | None, window_bytes: int | None
+    ):
+        self.stretches, self.us = stretches, us or (lambda node: 0.25 * ops.is_start(node))
+        self.takes_us = [sum(map(us, nodes)) if us else 1.0 for nodes in stretches]
+        self.begin_us = [0.0, *accumulate(self.takes_us)]
+        """of each stretch, were there no hops"""
+        self.rest_us, self.claims = _rest(flights, self.us), _claims(flights)
+        self.window_bytes = _two_largest(flights, self.claims) if window_bytes is None else window_bytes
+        self.now_us = 0.0
+        self.free_us: dict[str, float] = {flight.axis: 0.0 for flight in flights}
+        """when a lane has ended what it has"""
+        self.grounded = list(flights)
+        self.flying: dict[Flight, float] = {}
+        """with the time when each ends"""
+        self.landed: set[Flight] = set()
+        self.ahead: Counter[int] = Counter()
+        """bytes gathered for a later stretch"""
+        self.nodes: list[fx.Node] = []
+
+    def order(self) -> list[fx.Node]:
+        """All compute and hops."""
+        for i, nodes in enumerate(self.stretches):
+            self._at_border(i)
+            self.nodes += nodes
+            self.now_us += self.takes_us[i]
+        while self.grounded:
+            self._at_border(len(self.stretches))
+        for flight in sorted(self.flying, key=self.flying.__getitem__):
+            self._land(flight)
+        return self.nodes
+
+    def _at_border(self, i: int) -> None:
+        """Before stretch `i`: what has ended is waited for, idle lanes get hops, and what is due is waited for."""
+        self.ahead = Counter({due: size for due, size in self.ahead.items() if due > i})
+        for flight in [f for f, end_us in self.flying.items() if end_us <= self.now_us and not f.climbs]:
+            self._land(flight)
+        while chosen := self._choose(i):
+            self._launch(chosen)
+        due = [f for f in self.grounded if f.due <= i]
+        for flight in due if i < len(self.stretches) else due[:1]:
+            self._launch(flight)
+        for flight in [f for f in self.flying if f.due == i < len(self.stretches)]:
+            self._land(flight)
+
+    def _choose(self, i: int) -> Flight | None:
+        """The next hop for a lane that would be idle before stretch `i` ends."""
+        able = [f for f in self.grounded if f.ready < i and self.free_us[f.axis] < self._end_us(i) and self._is_able(f)]
+        able = [f for f in able if f.due <= i or not f.climbs or self._fits(f, i)]
+        crowded = sum(_bytes(f.start) * f.size for f in able if not f.climbs) > self.window_bytes
+        return min(able, key=lambda f: self._urgency(f, i, able, crowded), default=None)
+
+    def _end_us(self, i: int) -> float:
+        """When stretch `i` ends, as far as can be told."""
+        if i == len(self.stretches):
+            return inf
+        return max([self.now_us, *(end for f, end in self.flying.items() if f.due == i)]) + self.takes_us[i]
+
+    def _is_able(self, flight: Flight) -> bool:
+        return all(f in self.landed or self.flying.get(f, inf) <= self.now_us for f in flight.after)
+
+    def _fits(self, flight: Flight, i: int) -> bool:
+        """The last value of a chain counts from its first hop on, so that a later hop always finds its place."""
+        return _goes_on(flight) or self.ahead.total() + self.claims[flight] <= self.window_bytes
+
+    def _urgency(self, flight: Flight, i: int, able: Sequence[Flight], crowded: bool) -> tuple[float, float]:
+        """A gather that cannot wait for a reduce goes first, then reduces, then gathers by when they are needed."""
+        if not flight.climbs:
+            return (0, -inf) if crowded else (1, flight.ready)
+        begin_us = max(self.now_us, self.free_us[flight.axis])
+        rivals_us = max((self.us(f.start) for f in able if not f.climbs and f.axis == flight.axis), default=0.0)
+        latest_us = self.now_us + self.begin_us[flight.due] - self.begin_us[i] - self.rest_us[flight]
+        return (0 if latest_us < begin_us + rivals_us else 2, latest_us)
+
+    def _launch(self, flight: Flight) -> None:
+        for earlier in flight.after:
+            if earlier in self.grounded:
+                self._launch(earlier)
+            self._land(earlier)
+        self.grounded.remove(flight)
+        self.nodes += [*flight.before, flight.start]
+        self.now_us += sum(map(self.us, flight.before))
+        end_us = max(self.now_us, self.free_us[flight.axis]) + self.us(flight.start)
+        self.flying[flight] = self.free_us[flight.axis] = end_us
+        if flight.climbs and not _goes_on(flight):
+            self.ahead[flight.due] += self.claims[flight]
+
+    def _land(self, flight: Flight) -> None:
+        if flight not in self.landed:
+            self.landed.add(flight)
+            self.now_us = max(self.now_us, self.flying.pop(flight))
+            self.nodes += [flight.wait, *flight.behind]
+            self.now_us += sum(map(self.us, flight.behind))
+
+
+def _goes_on(flight: Flight) -> bool:
+    """A later hop of a chain of gathers."""
+    return any(f.climbs for f in flight.after)
+
+
+def _two_largest(flights: Sequence[Flight], claims: dict[Flight, int]) -> int:
+    """Bytes that the two stretches need that need most."""
+    needs: Counter[int] = Counter()
+    for flight in flights:
+        if flight.climbs and not _goes_on(flight):
+            needs[flight.due] += claims[flight]
+    return sum(size for _, size in needs.most_common(2))
+
+
+def _rest(flights: Sequence[Flight], us: Cost) -> dict[Flight, float]:
+    """Of each flight and those that follow it directly, together."""
+    rest = {flight: float(us(flight.start)) for flight in flights}
+    for flight in reversed(flights):
+        for earlier in flight.after:
+            rest[earlier] = max(rest[earlier], us(earlier.start) + rest[flight])
+    return rest
+
+
+def _claims(flights: Sequence[Flight]) -> dict[Flight, int]:
+    """Bytes of the last value of the chain that a flight begins."""
+    claims = {flight: _bytes(flight.wait) for flight in flights}
+    for flight in reversed(flights):
+        for earlier in flight.after:
+            claims[earlier] = max(claims[earlier], claims[flight])
+    return claims
+
+
+def _bytes(node: fx.Node) -> int:
+    return prod(node.meta["val"].shape) * node.meta["val"].element_size()

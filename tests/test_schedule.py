@@ -40,10 +40,12 @@ def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 4]):
 def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 4]):
     'layers.0'
     a: f32[4, 4] = all_gather(w, 'gpu', 2, params=['layers.0.w'])
+    'layers.1'
+    b: f32[4, 4] = all_gather(v, 'gpu', 2, params=['layers.1.v'])
+    'layers.0'
     f: f32[4, 4] = wait(a)
     y: f32[4, 4] = mm(x, f)
     'layers.1'
-    b: f32[4, 4] = all_gather(v, 'gpu', 2, params=['layers.1.v'])
     g: f32[4, 4] = wait(b)
     'layers.1.norm'
     z: f32[4, 4] = relu(y)
@@ -75,12 +77,12 @@ def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 5]):
         """\
 def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 5]):
     'layers.0'
-    s: bf16[2, 4] = prims.convert_element_type(v, bf16)
     a: f32[4, 4] = all_gather(w, 'node', 2, params=['layers.0.w'])
+    s: bf16[2, 4] = prims.convert_element_type(v, bf16)
     f: bf16[4, 4] = all_gather(s, 'node', 2, purpose='refresh', params=['layers.0.v'])
     b: f32[4, 4] = wait(a)
-    g: bf16[4, 4] = wait(f)
     c: f32[8, 4] = all_gather(b, 'gpu', 2, params=['layers.0.w'])
+    g: bf16[4, 4] = wait(f)
     d: f32[8, 4] = wait(c)
     e: f32[5, 4] = compact(d, 5, [2, 2])
     y: f32[4, 4] = mm(x, e)
@@ -116,12 +118,16 @@ def forward(x: f32[4, 4], y: f32[4, 4], tangents_1: f32[4, 4]):
     m: f32[4, 4] = mul.Tensor(g, 0.5)
     h: f32[4, 4] = mm(tangents_1, x)
     r: f32[2, 4] = reduce_scatter(m, 'gpu', 2, params=['layers.1.w'])
-    s: f32[2, 4] = wait(r)
-    n: f32[2, 4] = all_reduce(s, 'node', 2, params=['layers.1.w'])
-    o: f32[2, 4] = wait(n)
     'layers.0'
     i: f32[4, 4] = mm(y, h)
+    'layers.1'
+    s: f32[2, 4] = wait(r)
+    n: f32[2, 4] = all_reduce(s, 'node', 2, params=['layers.1.w'])
+    'layers.0'
     t: f32[2, 4] = reduce_scatter(i, 'gpu', 2, params=['layers.0.w'])
+    'layers.1'
+    o: f32[2, 4] = wait(n)
+    'layers.0'
     u: f32[2, 4] = wait(t)
     return {'layers.1.w': o, 'layers.0.w': u}
 """,
