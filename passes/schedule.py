@@ -96,7 +96,8 @@ class Flight:
 
 def lay_out(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[Flight]]:
     """The stretches of compute, and the flights, both in the order of the graph."""
-    lead, trail = leading(graph), _trailing(graph)
+    lead = leading(graph)
+    trail = _trailing(graph, lead)
     apart = {*lead, *trail, *(node for node in graph.nodes if ops.is_hop(node))}
     stretches = _stretches([node for node in graph.nodes if node.op == "call_function" and node not in apart])
     number = {node: i for i, nodes in enumerate(stretches) for node in nodes}
@@ -110,8 +111,9 @@ def lay_out(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[Flight]]:
     return stretches, flights
 
 
-def _trailing(graph: fx.Graph) -> list[fx.Node]:
-    """What follows from a reduce or sync; and what comes of gathers alone and goes to nothing but the outputs."""
+def _trailing(graph: fx.Graph, lead: set[fx.Node]) -> list[fx.Node]:
+    """What follows from a reduce or sync; and what comes of gathers alone and goes to outputs or to what leads to other
+    gathers, but to no compute."""
     down: set[fx.Node] = set()
     pure: set[fx.Node] = set()
     for node in graph.nodes:
@@ -122,9 +124,13 @@ def _trailing(graph: fx.Graph) -> list[fx.Node]:
             down.add(node)
         elif node.op == "call_function" and inputs and all(n in pure for n in inputs):
             pure.add(node)
-    for node in reversed(graph.nodes):
-        if node in pure and not all(user.op == "output" or user in pure for user in node.users):
+    nowhere = pure | lead | {graph.output_node()}
+    needed = [node for node in pure if not all(user in nowhere for user in node.users)]
+    while needed:
+        node = needed.pop()
+        if node in pure and not ops.is_hop(node):
             pure.remove(node)
+            needed += [*node.all_input_nodes, *node.users]
     return [node for node in graph.nodes if (node in down or node in pure) and not ops.is_hop(node)]
 
 
@@ -195,7 +201,7 @@ class Lanes:
         """of each stretch, were there no hops"""
         self.rest_us, self.claims = _rest(flights, self.us), _claims(flights)
         self.window_bytes = _two_largest(flights, self.claims) if window_bytes is None else window_bytes
-        self.now_us = 0.0
+        self.now_us, self.border = 0.0, 0
         self.free_us: dict[str, float] = {flight.axis: 0.0 for flight in flights}
         """when a lane has ended what it has"""
         self.grounded = list(flights)
@@ -220,15 +226,21 @@ class Lanes:
 
     def _at_border(self, i: int) -> None:
         """Before stretch `i`: what has ended is waited for, idle lanes get hops, and what is due is waited for."""
+        self.border = i
         self.ahead = Counter({due: size for due, size in self.ahead.items() if due > i})
-        for flight in [f for f, end_us in self.flying.items() if end_us <= self.now_us and not f.climbs]:
-            self._land(flight)
+        self._land_ended()
         while chosen := self._choose(i):
             self._launch(chosen)
         due = [f for f in self.grounded if f.due <= i]
         for flight in due if i < len(self.stretches) else due[:1]:
             self._launch(flight)
         for flight in [f for f in self.flying if f.due == i < len(self.stretches)]:
+            self._land(flight)
+        self._land_ended()
+
+    def _land_ended(self) -> None:
+        """Reduces and syncs free memory as soon as they are waited for."""
+        for flight in [f for f, end_us in self.flying.items() if end_us <= self.now_us and not f.climbs]:
             self._land(flight)
 
     def _choose(self, i: int) -> Flight | None:
@@ -270,7 +282,7 @@ class Lanes:
         self.now_us += sum(map(self.us, flight.before))
         end_us = max(self.now_us, self.free_us[flight.axis]) + self.us(flight.start)
         self.flying[flight] = self.free_us[flight.axis] = end_us
-        if flight.climbs and not _goes_on(flight):
+        if flight.climbs and not _goes_on(flight) and flight.due > self.border:
             self.ahead[flight.due] += self.claims[flight]
 
     def _land(self, flight: Flight) -> None:

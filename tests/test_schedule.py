@@ -1,9 +1,11 @@
-"""The plain schedule: what goes before a block's compute, what behind it, and what stays."""
+"""The schedule: which hop goes on its lane when, what is waited for where, and what stays."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
+import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ def scheduled(text: str) -> str:
     return to_text(schedule(parse(text)))
 
 
-def test_gathers_go_before_the_compute_of_their_block_and_no_further() -> None:
+def test_a_gather_starts_before_the_block_in_front_and_is_waited_for_behind_it() -> None:
     text = """\
 def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 4]):
     'layers.0'
@@ -56,7 +58,7 @@ def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 4]):
     )
 
 
-def test_chains_go_hop_by_hop_starts_before_waits_and_copies_last() -> None:
+def test_chains_go_hop_by_hop_side_by_side() -> None:
     text = """\
 def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 5]):
     'layers.0'
@@ -92,7 +94,7 @@ def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 5]):
     )
 
 
-def test_reduces_go_behind_the_compute_of_the_block_where_their_gradient_is() -> None:
+def test_a_reduce_starts_behind_the_block_of_its_gradient_and_is_waited_for_at_the_next_border() -> None:
     text = """\
 def backward(x: f32[4, 4], y: f32[4, 4], tangents_1: f32[4, 4]):
     'layers.1'
@@ -167,6 +169,114 @@ def forward(x: f32[4]):
     return [a]
 """
     assert scheduled(text) == text
+
+
+# Lanes
+
+
+FIVE = [f"w{i}" for i in range(5)]
+FORWARD = "\n".join(
+    [
+        f"def forward({', '.join(f'{w}: f32[2, 4]' for w in FIVE)}, y: f32[4, 4]):",
+        *(
+            f"    'layers.{i}'\n    a{i} = all_gather({w}, 'gpu', 2, params=['{w}'])\n"
+            f"    f{i} = wait(a{i})\n    y{i} = mm({f'y{i - 1}' if i else 'y'}, f{i})"
+            for i, w in enumerate(FIVE)
+        ),
+        "    return [y4]\n",
+    ]
+)
+FULL_BYTES = 4 * 4 * 4
+
+
+def events(graph: fx.Graph) -> str:
+    """Starts, waits and products by name."""
+    return " ".join(node.name for node in graph.nodes if ops.is_hop(node) or node.name[0] in "ygm")
+
+
+def takes(**us: float) -> Callable[[fx.Node], float]:
+    """Microseconds by the first letter of a name."""
+    return lambda node: us.get(node.name[0], 0.0)
+
+
+def test_nothing_is_gathered_ahead_where_the_window_is_nothing() -> None:
+    found = events(schedule(parse(FORWARD), takes(a=1, y=1), window_bytes=0))
+    assert found == "y a0 f0 y0 a1 f1 y1 a2 f2 y2 a3 f3 y3 a4 f4 y4"
+
+
+def test_a_lane_that_would_be_idle_gets_the_next_gather() -> None:
+    found = events(schedule(parse(FORWARD), takes(a=1, y=1), window_bytes=FULL_BYTES))
+    assert found == "y a0 a1 f0 y0 a2 f1 y1 a3 f2 y2 a4 f3 y3 f4 y4"
+
+
+def test_short_gathers_go_as_far_ahead_as_the_window_lets_them() -> None:
+    found = events(schedule(parse(FORWARD), takes(a=0.1, y=1), window_bytes=3 * FULL_BYTES))
+    assert found == "y a0 a1 a2 a3 f0 y0 a4 f1 y1 f2 y2 f3 y3 f4 y4"
+
+
+def test_a_long_gather_fills_its_lane_and_the_others_wait_on_the_ground() -> None:
+    found = events(schedule(parse(FORWARD), takes(a=10, y=1), window_bytes=3 * FULL_BYTES))
+    assert found == "y a0 a1 f0 y0 a2 f1 y1 a3 f2 y2 a4 f3 y3 f4 y4"
+
+
+BACKWARD = """\
+def backward(v: f32[2, 4], t: f32[4, 4]):
+    'layers.2'
+    g2 = mm(t, t)
+    r2 = reduce_scatter(g2, 'gpu', 2, params=['w2'])
+    s2 = wait(r2)
+    'layers.1'
+    g1 = mm(g2, t)
+    r1 = reduce_scatter(g1, 'gpu', 2, params=['w1'])
+    s1 = wait(r1)
+    'layers.0'
+    a = all_gather(v, 'gpu', 2, params=['v'])
+    f = wait(a)
+    g0 = mm(g1, f)
+    r0 = reduce_scatter(g0, 'gpu', 2, params=['w0'])
+    s0 = wait(r0)
+    return {'w2': s2, 'w1': s1, 'w0': s0}
+"""
+
+
+def test_a_reduce_goes_before_a_gather_that_has_time() -> None:
+    found = events(schedule(parse(BACKWARD), takes(g=4, r=1, a=1), window_bytes=0))
+    assert found == "g2 r2 g1 s2 r1 a f s1 g0 r0 s0"
+
+
+def test_a_gather_that_has_none_goes_before_a_reduce() -> None:
+    graph = schedule(parse(BACKWARD.replace("g2 = mm(t, t)", "g2 = mm(t, t)\n    m = relu(t)")), takes(g=1, r=5, a=1))
+    assert events(graph).startswith("a g2")
+
+
+@pytest.mark.parametrize("us", [0.1, 1.0, 3.0])
+def test_a_schedule_with_costs_is_a_permutation_too(us: float) -> None:
+    for text in (FORWARD, BACKWARD):
+        graph = schedule(parse(text), takes(a=us, r=us, y=1, g=1))
+        graph.lint()
+        assert Counter(n.name for n in graph.nodes) == Counter(n.name for n in parse(text).nodes)
+
+
+def test_copies_that_only_leave_the_graph_are_made_at_the_wait() -> None:
+    text = """\
+def forward(w: f32[2, 4], v: f32[1, 4], y: f32[4, 4]):
+    'layers.0'
+    a0 = all_gather(w, 'gpu', 2, params=['w'])
+    f0 = wait(a0)
+    y0 = mm(y, f0)
+    'layers.1'
+    a1 = all_gather(v, 'node', 2, purpose='refresh', params=['v'])
+    f1 = wait(a1)
+    a2 = all_gather(f1, 'gpu', 2, params=['v'])
+    f2 = wait(a2)
+    y1 = mm(y0, f2)
+    c = clone(f1)
+    return ([y1], [], {'v': c})
+"""
+    assert_expected_inline(
+        " ".join(node.name for node in schedule(parse(text)).nodes),
+        """w v y a0 a1 f0 y0 f1 c a2 f2 y1 output""",
+    )
 
 
 @st.composite
