@@ -129,13 +129,13 @@ def region_of(graph: fx.Graph, name: str) -> Region:
 
 def _segments(graph: fx.Graph) -> Iterator[fx.Node | list[fx.Node]]:
     """Outer nodes, and lists of nodes that form a region, in order."""
-    inside = [n for n in graph.nodes if not (_is_body(n) or _is_view(n) or _stays_outside(n))]
+    inside = [n for n in graph.nodes if not (_is_body(n) or is_view(n) or _stays_outside(n))]
     block_at = dict(zip(inside, blocks(inside), strict=True))
     taken: set[fx.Node] = set()
     current: list[fx.Node] = []
     block = ""
     for node in graph.nodes:
-        if node in taken or _is_body(node) or _is_view(node):
+        if node in taken or _is_body(node) or is_view(node):
             continue
         if _stays_outside(node):
             if current and (
@@ -158,15 +158,15 @@ def _stays_outside(node: fx.Node) -> bool:
     return node.op != "call_function" or ops.is_hop(node) or str(node.target) in _OUTER or _is_symbolic(node)
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """A part of a split is one too."""
     if node.target is operator.getitem:
-        return _is_view(node.all_input_nodes[0])
+        return is_view(node.all_input_nodes[0])
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def _base(node: fx.Node) -> fx.Node:
-    while _is_view(node):
+    while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
@@ -220,7 +220,7 @@ def _call(outer: fx.Graph, nodes: list[fx.Node], env: dict[fx.Node, fx.Node], kn
 
 
 def _is_used_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
-    return any(u not in inside and (not _is_view(u) or _is_used_outside(u, inside)) for u in node.users)
+    return any(u not in inside and (not is_view(u) or _is_used_outside(u, inside)) for u in node.users)
 
 
 def _with_views(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -229,7 +229,7 @@ def _with_views(nodes: list[fx.Node]) -> list[fx.Node]:
 
     def add(node: fx.Node) -> None:
         for value in node.all_input_nodes:
-            if value not in found and _is_view(value):
+            if value not in found and is_view(value):
                 add(value)
         found[node] = None
 

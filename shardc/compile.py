@@ -34,6 +34,7 @@ from shardc.plan import Plan
 from shardc.program import Program
 from shardc.runner import Runner
 from shardc.step import Runtime, Sharded, Step
+from shardc.topology import Topology
 from shardc.weights import Source, load
 
 
@@ -42,6 +43,7 @@ def build(
     inputs: Sequence[Any],
     names: Mapping[int, str],
     params: Mapping[str, Param],
+    topology: Topology,
     run: Runner,
     orders: Orders,
 ) -> Program:
@@ -55,7 +57,7 @@ def build(
     run("verify", verify, layouts, joint=joint)
     halves = run("partition", partition if captured.trains else forward_only, joint, captured.params)
     run("verify", verify, layouts, forward=halves[0], backward=halves[1])
-    return Program(captured, own, tuple(params), halves, run, orders)
+    return Program(captured, own, tuple(params), topology, halves, run, orders)
 
 
 def decompose(graph: fx.Graph) -> fx.Graph:
@@ -107,7 +109,8 @@ def compile(
     say = progress or _to_stderr
     lowering = Lowering(backend, _groups(mesh, plan, device), say)
     runtime = Runtime(sharded, lowering, replaced={id(p): weakref.ref(p) for p in parameters.values()})
-    model = adopt(model, runtime, Compiler(model, type(model).forward, params, runtime, dynamic, timeout_s, say))
+    compiler = Compiler(model, type(model).forward, params, plan.topology, runtime, dynamic, timeout_s, say)
+    model = adopt(model, runtime, compiler)
     if weights is not None:
         load(model, weights, progress=progress is None)
     return model
@@ -125,6 +128,7 @@ class Compiler:
     forward: Callable[..., Any]
     """the user's, of the model's class"""
     params: dict[str, Param]
+    topology: Topology
     runtime: Runtime
     dynamic: bool
     timeout_s: float
@@ -180,7 +184,7 @@ class Compiler:
         check_inputs(self.model, inputs, self.hollows)
         names = self.hollows | {id(b): name for name, b in self.model.named_buffers()}
         with paused_gc(), _torch.lazy_code():
-            program = build(module, inputs, names, self.params, Runner(self.progress), self.orders)
+            program = build(module, inputs, names, self.params, self.topology, Runner(self.progress), self.orders)
             if not self.agreed:
                 program.agree(lambda lines: agree("collectives", lines, self.timeout_s, ordered=False))
                 self.agreed = True

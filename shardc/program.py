@@ -29,6 +29,8 @@ from passes.text import to_text
 from passes.verify import verify
 from shardc.capture import Captured
 from shardc.runner import Runner
+from shardc.times import times_us
+from shardc.topology import Topology
 
 
 @dataclass(eq=False)
@@ -41,6 +43,7 @@ class Program:
     """by placeholder name"""
     names: tuple[str, ...]
     """of all the model's parameters, in the order in which it registers them"""
+    topology: Topology
     halves: tuple[fx.Graph, fx.Graph | None]
     """forward and backward as they were partitioned; every variation starts from a copy of one"""
     run: Runner
@@ -92,7 +95,8 @@ class Program:
 
     def _finish(self, graph: fx.Graph) -> fx.Graph:
         graph = self.run("bucket", bucket, graph, self.names)
-        return self.orders(self.run("schedule", schedule, graph))
+        us = times_us(graph, self.topology).__getitem__ if self.topology.links else None
+        return self.orders(self.run("schedule", schedule, graph, us))
 
     def _once(self, key: tuple[object, ...], make: Callable[[], fx.Graph]) -> fx.Graph:
         if key not in self.made:

@@ -20,6 +20,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes.errors import Error
+from shardc.links import Device, Link
+from shardc.links import machine as machine_called
 
 RungSpec = str | int | Sequence[str]
 """A rung as a user writes it: "replicated", "gpu", "gpu+node", "all", a tuple of names, or a number of inner axes."""
@@ -38,6 +40,9 @@ class Topology:
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
+    links: tuple[tuple[str, Link], ...] = ()
+    """how fast each axis is, outermost first; empty where nobody has said"""
+    device: Device | None = None
 
     def __init__(self, /, **sizes: int):
         if not sizes:
@@ -46,6 +51,47 @@ class Topology:
             _check_axis(name, size)
         object.__setattr__(self, "axes", tuple(sizes))
         object.__setattr__(self, "sizes", tuple(sizes.values()))
+        object.__setattr__(self, "links", ())
+        object.__setattr__(self, "device", None)
+
+    @classmethod
+    def preset(cls, name: str, *, nodes: int) -> Topology:
+        """`nodes` hosts of a known kind ("dgx-h100"), with their links and device; sources are in `shardc.links`."""
+        machine = machine_called(name)
+        shape = cls(node=nodes, **dict(machine.inner))
+        return shape.with_links(machine.device, **dict(machine.links))
+
+    def with_links(self, device: Device, /, **links: Link) -> Topology:
+        """The same mesh, of such devices and with axes this fast. Raises `Error` unless every axis has one link."""
+        for name in links:
+            self._check_known(name)
+        missing = [name for name in self.axes if name not in links]
+        if missing:
+            raise Error(f"axis {missing[0]!r} of {self} has no link", fix=f"{missing[0]}=Link(gb_per_s, latency_us)")
+        new = _topology(list(zip(self.axes, self.sizes, strict=True)))
+        object.__setattr__(new, "links", tuple((name, links[name]) for name in self.axes))
+        object.__setattr__(new, "device", device)
+        return new
+
+    def link(self, axis: str) -> Link:
+        """Raises `Error` where nobody has said how fast the axis is."""
+        self._check_known(axis)
+        self._check_links()
+        return dict(self.links)[axis]
+
+    @property
+    def computes(self) -> Device:
+        """The device. Raises `Error` where nobody has said what it is."""
+        self._check_links()
+        assert self.device
+        return self.device
+
+    def _check_links(self) -> None:
+        if not self.links:
+            raise Error(
+                f"{self} does not say what its devices are and how fast its axes",
+                fix='Topology.preset("dgx-h100", nodes=2), or .with_links(Device(...), node=Link(...), gpu=Link(...))',
+            )
 
     @property
     def world(self) -> int:
@@ -132,17 +178,22 @@ class Topology:
 
     def to_dict(self) -> dict[str, Any]:
         """As lists, not as an object by name: the order of the axes matters, and JSON objects have none."""
-        return {"axes": list(self.axes), "sizes": list(self.sizes)}
+        saved: dict[str, Any] = {"axes": list(self.axes), "sizes": list(self.sizes)}
+        if self.links:
+            saved["links"] = [link.to_dict() for _, link in self.links]
+            saved["device"] = self.computes.to_dict()
+        return saved
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Topology:
         """The inverse of `to_dict`. Raises `Error` for anything else."""
-        if not isinstance(saved, Mapping) or set(saved) != {"axes", "sizes"}:
+        if not isinstance(saved, Mapping) or set(saved) - {"links", "device"} != {"axes", "sizes"}:
             raise Error(f"a topology is saved as {{'axes': [...], 'sizes': [...]}}, not as {saved!r}")
         axes, sizes = saved["axes"], saved["sizes"]
         if not isinstance(axes, list) or not isinstance(sizes, list) or len(axes) != len(sizes):
             raise Error(f"a topology's axes and sizes are lists of one length, not {axes!r} and {sizes!r}")
-        return _topology(list(zip(axes, sizes, strict=True)))
+        shape = _topology(list(zip(axes, sizes, strict=True)))
+        return _with_saved_links(shape, saved) if "links" in saved else shape
 
     @classmethod
     def from_torchrun(cls, environ: Mapping[str, str] | None = None) -> Topology:
@@ -228,6 +279,15 @@ def _topology(pairs: list[tuple[Any, Any]]) -> Topology:
     if len(set(names)) != len(names):
         raise Error(f"an axis is named twice: {', '.join(names)}")
     return Topology(**dict(pairs))
+
+
+def _with_saved_links(shape: Topology, saved: Mapping[str, Any]) -> Topology:
+    try:
+        links = {axis: Link.from_dict(link) for axis, link in zip(shape.axes, saved["links"], strict=True)}
+        device = Device(**saved["device"])
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise Error(f"the links and the device of a saved topology do not read: {error!r}") from error
+    return shape.with_links(device, **links)
 
 
 def _check_axis(name: str, size: object) -> None:

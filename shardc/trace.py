@@ -46,7 +46,7 @@ def trace(
 
     def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         with paused_gc(), _torch.lazy_code():
-            found.append(build(module, inputs, names, params, runner, Orders()))
+            found.append(build(module, inputs, names, params, plan.topology, runner, Orders()))
         return _leave
 
     stand_ins = hollows(plan, parameters, torch.device("cpu"))

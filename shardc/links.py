@@ -1,0 +1,155 @@
+"""Links and devices: how fast an axis of the mesh is, and a rank's device. Presets with their sources.
+
+A link is an axis as one rank sees it while all the others use theirs. The eight GPUs of a host that share 400 GB/s of
+network have 50 GB/s each on the axis `node`, for each of them takes part in a group of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import pairwise
+from math import exp, log
+from typing import Any
+
+from passes.errors import Error
+
+Table = tuple[tuple[int, float], ...]
+"""Measured: (bytes that one rank sends, microseconds), by bytes."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One axis."""
+
+    gb_per_s: float
+    """1e9 bytes a second that one rank sends, in one direction"""
+    latency_us: float
+    """of one step of a ring"""
+    tables: Mapping[str, Table] = field(default_factory=dict, hash=False)
+    """by kind of collective; where there is one, it counts and the two numbers do not"""
+
+    def __post_init__(self) -> None:
+        if not (self.gb_per_s > 0 and self.latency_us >= 0):
+            raise Error(f"a link of {self.gb_per_s} GB/s with {self.latency_us} us cannot be", fix="Link(50.0, 10.0)")
+        for kind, table in self.tables.items():
+            rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(table))
+            if not (table and rises and table[0][0] > 0 and table[0][1] > 0):
+                raise Error(f"the table of {kind} does not rise", fix="(bytes, microseconds) by bytes, from above 0")
+
+    def us(self, kind: str, sent_bytes: float, size: int) -> float:
+        """Of one collective of a group of `size` ranks in which each sends `sent_bytes`."""
+        if kind in self.tables:
+            return _interpolated(self.tables[kind], sent_bytes)
+        return ring_steps(kind, size) * self.latency_us + sent_bytes / self.gb_per_s / 1e3
+
+    def to_dict(self) -> dict[str, Any]:
+        tables = {kind: [list(point) for point in table] for kind, table in self.tables.items()}
+        return {"gb_per_s": self.gb_per_s, "latency_us": self.latency_us} | ({"tables": tables} if tables else {})
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Link:
+        tables = {kind: tuple((int(b), float(us)) for b, us in t) for kind, t in saved.get("tables", {}).items()}
+        return cls(float(saved["gb_per_s"]), float(saved["latency_us"]), tables)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What computes on one rank."""
+
+    name: str
+    tflops: float
+    """1e12 operations a second in dense matrix products of 16-bit numbers, as the vendor gives it"""
+    memory_gb_per_s: float
+    memory_gb: float
+    efficiency: float = 0.7
+    """of both rates, what large kernels reach"""
+    slower_fp32: float = 1.0
+    """how many times slower products of 32-bit numbers are"""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def ring_steps(kind: str, size: int) -> int:
+    """Steps one after another of a ring; an all-reduce goes around twice."""
+    return (size - 1) * (2 if kind == "all_reduce" else 1)
+
+
+def _interpolated(table: Table, sent_bytes: float) -> float:
+    """A power law between two points, the smallest time below them, constant bandwidth above."""
+    if sent_bytes <= table[0][0]:
+        return table[0][1]
+    if sent_bytes >= table[-1][0]:
+        return table[-1][1] * sent_bytes / table[-1][0]
+    i = bisect_left(table, (sent_bytes, 0.0))
+    (low, low_us), (high, high_us) = table[i - 1], table[i]
+    share = log(sent_bytes / low) / log(high / low)
+    return low_us * exp(share * log(high_us / low_us))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of cluster: axes inside a host, links of all axes, what computes."""
+
+    inner: tuple[tuple[str, int], ...]
+    """(axis, size), outer first"""
+    links: tuple[tuple[str, Link], ...]
+    device: Device
+    source: str
+
+
+A100 = Device("A100-SXM 80GB", 312, 2039, 80, slower_fp32=2.0)
+H100 = Device("H100-SXM", 989, 3350, 80, slower_fp32=2.0)
+V100 = Device("V100-SXM3 32GB", 125, 900, 32, slower_fp32=8.0)
+
+MACHINES: dict[str, Machine] = {
+    "dgx-a100": Machine(
+        (("gpu", 8),), (("node", Link(25.0, 12.0)), ("gpu", Link(300.0, 4.0))), A100,
+        "NVIDIA DGX A100 datasheet: NVLink 600 GB/s both ways, 8 x HDR 200 Gb/s InfiniBand a host; A100 datasheet",
+    ),
+    "dgx-h100": Machine(
+        (("gpu", 8),), (("node", Link(50.0, 12.0)), ("gpu", Link(450.0, 4.0))), H100,
+        "NVIDIA DGX H100 datasheet: NVLink 900 GB/s both ways, 8 x NDR 400 Gb/s InfiniBand a host; H100 datasheet",
+    ),
+    "dgx-h200": Machine(
+        (("gpu", 8),), (("node", Link(50.0, 12.0)), ("gpu", Link(450.0, 4.0))),
+        Device("H200-SXM", 989, 4800, 141, slower_fp32=2.0),
+        "NVIDIA DGX H200 datasheet: as DGX H100; H200 datasheet: 141 GB at 4.8 TB/s",
+    ),
+    "a800": Machine(
+        (("gpu", 8),), (("node", Link(12.5, 12.0)), ("gpu", Link(200.0, 4.0))), A100,
+        "AMSP (arXiv 2311.00257), section 6: NVLink 400 GB/s both ways, 4 x HDR InfiniBand = 800 Gb/s a host",
+    ),
+    "dgx2-100g": Machine(
+        (("gpu", 16),), (("node", Link(0.78, 15.0)), ("gpu", Link(150.0, 5.0))), V100,
+        "NVIDIA DGX-2 datasheet: NVSwitch 300 GB/s both ways; 100 Gb/s a host",
+    ),
+    "dgx2-400g": Machine(
+        (("gpu", 16),), (("node", Link(3.125, 15.0)), ("gpu", Link(150.0, 5.0))), V100,
+        "ZeRO++ (arXiv 2306.10209), section 5: hosts of 16 V100, 400 Gb/s InfiniBand a host",
+    ),
+    "frontier": Machine(
+        (("gpu", 4), ("gcd", 2)),
+        (("node", Link(12.5, 15.0)), ("gpu", Link(50.0, 8.0)), ("gcd", Link(200.0, 6.0))),
+        Device("MI250X GCD", 191.5, 1638, 64, slower_fp32=4.0),
+        "Frontier (arXiv 2501.04266): 200 GB/s in a package, 50 to 100 GB/s between packages, 4 x 25 GB/s a host",
+    ),
+    "ethernet": Machine(
+        (("gpu", 8),), (("node", Link(1.25 / 8, 50.0)), ("gpu", Link(20.0, 8.0))), A100,
+        "a host with 10 Gb/s Ethernet and GPUs on PCIe 4.0 x16",
+    ),
+}  # fmt: skip
+
+
+def machine(name: str) -> Machine:
+    """A preset. Raises `Error` with the known ones for any other name."""
+    if name not in MACHINES:
+        close = get_close_matches(name, MACHINES, n=1)
+        raise Error(
+            f"there is no preset {name!r}; there are {', '.join(MACHINES)}",
+            fix=f"did you mean {close[0]!r}?" if close else "one of these, or Topology(...).with_links(...)",
+        )
+    return MACHINES[name]

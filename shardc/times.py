@@ -1,0 +1,105 @@
+"""Times: how long the nodes of a graph take, on a topology that says how fast its axes and devices are.
+
+Of a hop, what its link says. Of compute, a roofline: a matrix product takes as long as its operations or as the bytes
+that it reads and writes; other ops are fused, and cost what they read that no fused op has made, and what they write
+for others than fused ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from operator import mul
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from passes import ops
+from passes.regions import is_view
+from passes.text import value_of
+from shardc.links import ring_steps
+from shardc.topology import Topology
+
+
+def times_us(graph: fx.Graph, topology: Topology) -> dict[fx.Node, float]:
+    """Microseconds of every node; of a start, its hop's. Raises `Error` for a topology that does not say."""
+    return {node: _node_us(node, topology) for node in graph.nodes}
+
+
+def hop_us(start: fx.Node, topology: Topology) -> float:
+    """Of a hop over several axes at once: a ring through all of their ranks, cut into as many as a host has ranks, so
+    that each crosses the outer axis at a place of its own."""
+    hop, sent_bytes = ops.hop(start), ops.moved_bytes(start)
+    links = [topology.link(axis) for axis in hop.axis.split("+")]
+    if len(links) == 1:
+        return links[0].us(hop.kind, sent_bytes, hop.size)
+    inside = accumulate((topology.group_size(axis) for axis in hop.axis.split("+")), mul, initial=1)
+    slowest = max(sent_bytes / (link.gb_per_s * ranks) / 1e3 for link, ranks in zip(links, inside, strict=False))
+    return slowest + ring_steps(hop.kind, hop.size) * max(link.latency_us for link in links)
+
+
+def _node_us(node: fx.Node, topology: Topology) -> float:
+    if ops.is_start(node):
+        return hop_us(node, topology)
+    if node.op != "call_function" or ops.is_wait(node) or is_view(node):
+        return 0.0
+    device = topology.computes
+    rate = device.tflops / (1 if _itemsize(node) <= 2 else device.slower_fp32)
+    return max(_flops(node) / rate / 1e6, _traffic_bytes(node) / device.memory_gb_per_s / 1e3) / device.efficiency
+
+
+_AS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+def _formula(node: fx.Node) -> Callable[..., int] | None:
+    """torch's count of operations; it lacks attention as CPUs have it."""
+    op = getattr(node.target, "overloadpacket", None)
+    return flop_registry.get(_AS.get(op, op))
+
+
+def _flops(node: fx.Node) -> float:
+    formula = _formula(node)
+    if formula is None:
+        return 0.0
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _traffic_bytes(node: fx.Node) -> int:
+    if _is_heavy(node):
+        return sum(_value_bytes(n) for n in (*node.all_input_nodes, node))
+    read = sum(_value_bytes(n) for n in node.all_input_nodes if not _is_fused(n))
+    return read + (0 if all(_is_fused(user) for user in node.users) else _value_bytes(node))
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    return _formula(node) is not None
+
+
+def _is_fused(node: fx.Node) -> bool:
+    """A view is fused where its base is."""
+    if is_view(node):
+        return _is_fused(node.all_input_nodes[0])
+    return node.op == "call_function" and not _is_heavy(node) and not ops.is_hop(node)
+
+
+def _itemsize(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.element_size() if isinstance(value, torch.Tensor) else 4
+
+
+def _value_bytes(node: fx.Node) -> int:
+    """As large as the value prints; sizes that are symbols count as they were at first."""
+    values = value_of(node)
+    parts = values if isinstance(values, list | tuple) else [values]
+    return sum(_size(v.numel()) * v.element_size() for v in parts if isinstance(v, torch.Tensor))
+
+
+def _size(numel: int | torch.SymInt) -> int:
+    return numel if isinstance(numel, int) else int(numel.node.hint)

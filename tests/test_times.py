@@ -1,0 +1,158 @@
+"""How long nodes take: links in closed form and measured, a roofline for compute, and a schedule that uses both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shardc
+from passes import ops
+from passes.parse import parse
+from shardc.links import MACHINES, Device, Link
+from shardc.times import hop_us, times_us
+from shardc.topology import Topology
+
+DEVICE = Device("even", tflops=1.0, memory_gb_per_s=1.0, memory_gb=1.0, efficiency=1.0, slower_fp32=2.0)
+SLOW = Topology(node=2, gpu=4).with_links(DEVICE, node=Link(1.0, 5.0), gpu=Link(10.0, 1.0))
+
+
+def starts(text: str) -> list[float]:
+    graph = parse(f"def forward(w: f32[250, 4], v: f32[2000]):\n    {text}\n    f = wait(a)\n    return [f]\n")
+    return [hop_us(start, SLOW) for start in ops.hops(graph)]
+
+
+# Links
+
+
+def test_a_ring_takes_a_latency_a_step_and_the_bytes_that_a_rank_sends() -> None:
+    kilobytes = 4 * 250 * 4 / 1e3
+    assert starts("a = all_gather(w, 'gpu', 4, params=['w'])") == [3 * 1.0 + 3 * kilobytes / 10]
+    assert starts("a = all_gather(w, 'node', 2, params=['w'])") == [5.0 + kilobytes]
+    assert starts("a = reduce_scatter(v, 'gpu', 4, params=['v'])") == [3 * 1.0 + 0.75 * 8.0 / 10]
+    assert starts("a = all_reduce(v, 'node', 2, params=['v'])") == [2 * 5.0 + 8.0]
+
+
+def test_a_flat_ring_crosses_each_axis_at_as_many_places_as_there_are_ranks_inside() -> None:
+    sent = 7 / 8 * 8 * 4.0
+    assert starts("a = all_gather(w, 'gpu+node', 8, params=['w'])") == [max(sent / 10, sent / 4) + 7 * 5.0]
+
+
+def test_what_was_measured_counts() -> None:
+    link = Link(1.0, 1.0, {"all_gather": ((1000, 10.0), (4000, 20.0))})
+    assert link.us("all_gather", 10, 2) == 10.0
+    assert link.us("all_gather", 2000, 2) == pytest.approx(10 * 2**0.5)
+    assert link.us("all_gather", 8000, 2) == 40.0
+    assert link.us("reduce_scatter", 8000, 2) == 9.0
+    assert Link.from_dict(link.to_dict()) == link
+
+
+@pytest.mark.parametrize("table", [(), ((10, 1.0), (5, 2.0)), ((10, 2.0), (20, 1.0)), ((0, 1.0),)])
+def test_a_table_that_does_not_rise_is_refused(table: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(shardc.Error, match="the table of all_gather does not rise"):
+        Link(1.0, 1.0, {"all_gather": table})
+
+
+def test_a_link_that_cannot_be_is_refused() -> None:
+    with pytest.raises(shardc.Error, match=r"a link of 0 GB/s with 1.0 us cannot be"):
+        Link(0, 1.0)
+
+
+# Topologies
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_presets_say_everything_and_travel_as_json(name: str) -> None:
+    topology = Topology.preset(name, nodes=3)
+    assert topology.sizes[0] == 3
+    assert all(topology.link(axis).gb_per_s > 0 for axis in topology.axes)
+    assert topology.computes.tflops > 0
+    plan = shardc.Plan.zero3(topology)
+    assert shardc.Plan.from_json(plan.to_json()).topology == topology
+    assert MACHINES[name].source
+
+
+def test_an_unknown_preset_lists_the_known() -> None:
+    with pytest.raises(shardc.Error, match=r"there is no preset 'dgx-h10'; there are dgx-a100, dgx-h100.*") as error:
+        Topology.preset("dgx-h10", nodes=1)
+    assert "did you mean 'dgx-h100'?" in str(error.value)
+
+
+def test_an_axis_without_a_link_and_a_topology_without_any() -> None:
+    with pytest.raises(shardc.Error, match="axis 'node' of .* has no link"):
+        Topology(node=2, gpu=2).with_links(DEVICE, gpu=Link(1.0, 1.0))
+    with pytest.raises(shardc.Error, match="unknown axis 'gpus'"):
+        Topology(node=2, gpu=2).with_links(DEVICE, gpus=Link(1.0, 1.0), node=Link(1.0, 1.0), gpu=Link(1.0, 1.0))
+    with pytest.raises(shardc.Error, match="does not say what its devices are and how fast its axes"):
+        Topology(gpu=2).link("gpu")
+
+
+@pytest.mark.parametrize("change", [{"links": [{}]}, {"device": {"name": "x"}}, {"links": "fast"}])
+def test_saved_links_that_do_not_read(change: dict[str, object]) -> None:
+    saved = Topology(gpu=2).with_links(DEVICE, gpu=Link(1.0, 1.0)).to_dict() | change
+    with pytest.raises(shardc.Error, match="the links and the device of a saved topology do not read"):
+        Topology.from_dict(saved)
+
+
+# Compute
+
+
+def us(text: str) -> dict[str, float]:
+    graph = parse(text)
+    return {node.name: time for node, time in times_us(graph, SLOW).items() if time}
+
+
+def test_a_product_takes_its_operations_or_its_bytes() -> None:
+    small = us("def forward(x: f32[10, 10], w: f32[10, 10]):\n    y = mm(x, w)\n    return [y]\n")
+    assert small == {"y": 3 * 400 / 1e3}
+    large = us("def forward(x: f32[4000, 4000], w: f32[4000, 4000]):\n    y = mm(x, w)\n    return [y]\n")
+    assert large == {"y": 2 * 4000**3 / 1e6 * 2}
+    half = us("def forward(x: bf16[4000, 4000], w: bf16[4000, 4000]):\n    y = mm(x, w)\n    return [y]\n")
+    assert half == {"y": 2 * 4000**3 / 1e6}
+
+
+def test_fused_ops_cost_what_enters_and_leaves_them() -> None:
+    text = """\
+def forward(x: f32[1000], w: f32[1000]):
+    a = relu(x)
+    v = view(a, [10, 100])
+    b = neg(v)
+    c = view(b, [1000])
+    d = mul.Tensor(c, w)
+    return [d]
+"""
+    assert us(text) == {"a": 4.0, "d": 8.0}
+
+
+def test_attention_counts_on_a_cpu_too() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x) * self.scale
+
+    topology = Topology(gpu=1).with_links(DEVICE, gpu=Link(1.0, 1.0))
+    program = shardc.trace(Attention(), shardc.Plan.ddp(topology), torch.zeros(1, 2, 2048, 64))
+    times = times_us(program.forward, topology)
+    found = [time for node, time in times.items() if "attention" in str(node.target)]
+    two_products = 2 * 2 * 2 * 2048 * 2048 * 64
+    assert found == [two_products / 1e6 * 2]
+
+
+# Together
+
+
+def test_a_slow_link_gets_its_gathers_earlier_than_a_fast_one() -> None:
+    def ahead(gb_per_s: float) -> int:
+        topology = Topology(gpu=2).with_links(DEVICE, gpu=Link(gb_per_s, 0.0))
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+        program = shardc.trace(model, shardc.Plan.zero3(topology), torch.zeros(64, 64))
+        order = [
+            node for node in program.forward.nodes if ops.is_start(node) or node.target is torch.ops.aten.mm.default
+        ]
+        return order.index(next(node for node in order if not ops.is_start(node)))
+
+    assert ahead(1000.0) == 3
+    assert ahead(0.001) == 2
