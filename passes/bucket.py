@@ -156,7 +156,8 @@ def _packed(
 ) -> tuple[fx.Node, tuple[int, ...]]:
     """The bucket, and the columns of each value in it. Values that are a whole bucket already stay where they are."""
     first = packed.get(values[0])
-    if first and [packed.get(v) for v in values] == [replace(first, index=i) for i in range(len(first.columns))]:
+    whole = [replace(first, index=i) for i in range(len(first.columns))] if first else None
+    if first and [packed.get(v) for v in values] == whole and rows in (1, first.bucket.meta["val"].shape[0]):
         return first.bucket, first.columns
     columns = tuple(prod(v.meta["val"].shape) // rows for v in values)
     views = [write(aten.view.default, v, [rows, n]) for v, n in zip(values, columns, strict=True)]

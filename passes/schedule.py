@@ -233,7 +233,8 @@ class Lanes:
             self._launch(chosen)
         due = [f for f in self.grounded if f.due <= i]
         for flight in due if i < len(self.stretches) else due[:1]:
-            self._launch(flight)
+            if flight in self.grounded:
+                self._launch(flight)
         for flight in [f for f in self.flying if f.due == i < len(self.stretches)]:
             self._land(flight)
         self._land_ended()
@@ -276,21 +277,31 @@ class Lanes:
         for earlier in flight.after:
             if earlier in self.grounded:
                 self._launch(earlier)
-            self._land(earlier)
+        landing = [f for f in flight.after if f in self.flying]
+        for earlier in landing:
+            self._wait_for(earlier)
         self.grounded.remove(flight)
-        self.nodes += [*flight.before, flight.start]
-        self.now_us += sum(map(self.us, flight.before))
+        self._compute(flight.before)
+        self.nodes.append(flight.start)
         end_us = max(self.now_us, self.free_us[flight.axis]) + self.us(flight.start)
         self.flying[flight] = self.free_us[flight.axis] = end_us
         if flight.climbs and not _goes_on(flight) and flight.due > self.border:
             self.ahead[flight.due] += self.claims[flight]
+        for earlier in landing:
+            self._compute(earlier.behind)
 
     def _land(self, flight: Flight) -> None:
-        if flight not in self.landed:
-            self.landed.add(flight)
-            self.now_us = max(self.now_us, self.flying.pop(flight))
-            self.nodes += [flight.wait, *flight.behind]
-            self.now_us += sum(map(self.us, flight.behind))
+        self._wait_for(flight)
+        self._compute(flight.behind)
+
+    def _wait_for(self, flight: Flight) -> None:
+        self.landed.add(flight)
+        self.now_us = max(self.now_us, self.flying.pop(flight))
+        self.nodes.append(flight.wait)
+
+    def _compute(self, nodes: Sequence[fx.Node]) -> None:
+        self.nodes += nodes
+        self.now_us += sum(map(self.us, nodes))
 
 
 def _goes_on(flight: Flight) -> bool:

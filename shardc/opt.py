@@ -101,10 +101,12 @@ def parameters(graph: fx.Graph) -> dict[str, str]:
 
 
 def registered(graph: fx.Graph) -> list[str]:
-    """Parameters in the model's order, as far as a text tells it: that of the gradients, else of the placeholders."""
+    """Parameters in the model's order, as far as a text tells it: of gradients, else of placeholders, else of hops."""
     result, by_place = outputs(graph), parameters(graph)
     grads = result if isinstance(result, dict) else next((part for part in result if isinstance(part, dict)), {})
-    return [*dict.fromkeys([*grads, *(by_place[place] for place in placeholders(graph) if place in by_place)])]
+    there = [by_place[place] for place in placeholders(graph) if place in by_place]
+    carried = [name for start in ops.hops(graph) for name in ops.hop(start).params]
+    return list(dict.fromkeys([*grads, *there, *carried]))
 
 
 # Layouts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -216,6 +217,12 @@ f32[1, 16] = wait(reduce_scatter_1)
     return {'w': view_4, 'v': l}
 """,
     )
+
+
+def test_chains_of_unequal_length_are_packed_again_at_each_hop() -> None:
+    longer = CHAINS.replace("all_reduce(d, 'rack', 2, params=['w'])", "reduce_scatter(d, 'rack', 2, params=['w'])")
+    text = bucketed(longer.replace("i: f32[2, 4]", "i: f32[1, 4]").replace("j: f32[2, 4]", "j: f32[1, 4]"))
+    assert re.findall(r"cat.*?= cat\(\[(\w+), (\w+)\]", text) == [("view", "view_1"), ("view_4", "view_5")]
 
 
 def test_a_parameter_without_dims_is_one_column() -> None:

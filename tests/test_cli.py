@@ -143,6 +143,21 @@ def test_a_text_that_is_none_is_refused(opt) -> None:
     )
 
 
+def test_a_half_with_hops_of_parameters_that_it_does_not_return(opt) -> None:
+    gathers = """\
+    a: f32[4, 4] = all_gather(v, 'gpu', 2, params=['v'], again=True)
+    b: f32[4, 4] = wait(a)
+    c: f32[4, 4] = all_gather(u, 'gpu', 2, params=['u'], again=True)
+    d: f32[4, 4] = wait(c)
+    e: f32[4, 4] = mm(b, d)
+    return {'layers.0.w': s, 'x': e}
+"""
+    text = BACKWARD.replace("(x:", "(v: f32[2, 4], u: f32[2, 4], x:").partition("    n: ")[0] + gathers
+    status, out, _ = opt(text, "--after", "partition", "--until", "bucket")
+    assert status == 0
+    assert "params=['v', 'u']" in out
+
+
 def test_a_stage_that_does_not_follow_is_refused(opt) -> None:
     status, _, error = opt(BACKWARD, "--after", "schedule", "--until", "partition")
     assert status == 1
