@@ -178,11 +178,12 @@ def training_goes_on() -> None:
 
 @pytest.mark.slow
 def test_nothing_of_full_size_is_ever_allocated() -> None:
-    assert max(run(growth_mib, 4, timeout_s=300)) < 300
+    assert max(run(growth_mib, 4, timeout_s=300)) < 330
 
 
 def growth_mib() -> int:
-    """How much the peak grows with a model of 400 MiB: 100 of parameters, 100 of gradients, two layers of 16."""
+    """How much the peak grows with a model of 400 MiB: 100 of parameters, 100 of gradients; and of layers of 16 one
+    that computes, two that are gathered ahead and the gradients of two."""
     step(quietly(on_meta(lambda: models.Wide(32, 3)), ZERO3), 32)
     pages_return_when_freed()
     before = mib()
