@@ -2,6 +2,9 @@
 
 A link is an axis as one rank sees it while all the others use theirs. The eight GPUs of a host that share 400 GB/s of
 network have 50 GB/s each on the axis `node`, for each of them takes part in a group of its own.
+
+The rates of the presets are those of their sources; latencies, efficiency and how much slower 32-bit products are, are
+estimates. Measured tables take their place where there are any.
 """
 
 from __future__ import annotations
@@ -121,7 +124,7 @@ MACHINES: dict[str, Machine] = {
     ),
     "a800": Machine(
         (("gpu", 8),), (("node", Link(12.5, 12.0)), ("gpu", Link(200.0, 4.0))), A100,
-        "AMSP (arXiv 2311.00257), section 6: NVLink 400 GB/s both ways, 4 x HDR InfiniBand = 800 Gb/s a host",
+        "AMSP (arXiv 2311.00257): NVLink 400 GB/s both ways, 4 x HDR InfiniBand = 800 Gb/s a host",
     ),
     "dgx2-100g": Machine(
         (("gpu", 16),), (("node", Link(0.78, 15.0)), ("gpu", Link(150.0, 5.0))), V100,
@@ -129,7 +132,7 @@ MACHINES: dict[str, Machine] = {
     ),
     "dgx2-400g": Machine(
         (("gpu", 16),), (("node", Link(3.125, 15.0)), ("gpu", Link(150.0, 5.0))), V100,
-        "ZeRO++ (arXiv 2306.10209), section 5: hosts of 16 V100, 400 Gb/s InfiniBand a host",
+        "ZeRO++ (arXiv 2306.10209): hosts of 16 V100, 400 Gb/s InfiniBand a host",
     ),
     "frontier": Machine(
         (("gpu", 4), ("gcd", 2)),

@@ -49,7 +49,7 @@ def _node_us(node: fx.Node, topology: Topology) -> float:
     return max(_flops(node) / rate / 1e6, _traffic_bytes(node) / device.memory_gb_per_s / 1e3) / device.efficiency
 
 
-_AS = {
+_COUNTED_AS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -60,7 +60,7 @@ _AS = {
 def _formula(node: fx.Node) -> Callable[..., int] | None:
     """torch's count of operations; it lacks attention as CPUs have it."""
     op = getattr(node.target, "overloadpacket", None)
-    return flop_registry.get(_AS.get(op, op))
+    return flop_registry.get(_COUNTED_AS.get(op, op))
 
 
 def _flops(node: fx.Node) -> float:

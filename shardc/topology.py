@@ -193,7 +193,7 @@ class Topology:
         if not isinstance(axes, list) or not isinstance(sizes, list) or len(axes) != len(sizes):
             raise Error(f"a topology's axes and sizes are lists of one length, not {axes!r} and {sizes!r}")
         shape = _topology(list(zip(axes, sizes, strict=True)))
-        return _with_saved_links(shape, saved) if "links" in saved else shape
+        return _with_saved_links(shape, saved) if len(saved) > 2 else shape
 
     @classmethod
     def from_torchrun(cls, environ: Mapping[str, str] | None = None) -> Topology:

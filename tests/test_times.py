@@ -94,6 +94,13 @@ def test_saved_links_that_do_not_read(change: dict[str, object]) -> None:
         Topology.from_dict(saved)
 
 
+def test_a_saved_device_without_links_is_not_passed_over() -> None:
+    saved = Topology(gpu=2).with_links(DEVICE, gpu=Link(1.0, 1.0)).to_dict()
+    del saved["links"]
+    with pytest.raises(shardc.Error, match="do not read: KeyError"):
+        Topology.from_dict(saved)
+
+
 # Compute
 
 
