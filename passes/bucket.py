@@ -35,7 +35,8 @@ chain pass it on as it is (gathers multiply the rows, reduce-scatters divide the
 ordinary ops that a compiler fuses with casts. Parameters are packed in the order in which the model registers them.
 
 What is together is read from the order of compute: gathers and refreshes whose parameters are first needed in one
-stretch of a repeated block, reduces and syncs whose gradients are made in one.
+stretch of a repeated block, reduces and syncs whose gradients are made in one. Or it is what the ranks agreed on
+(`passes.order`), where a graph was traced for shapes of its own.
 """
 
 from __future__ import annotations
@@ -50,21 +51,32 @@ from torch import fx
 
 from passes import ops
 from passes.build import Writer, fake_mode, sort
+from passes.follow import leading
+from passes.order import contradiction, starts_by_hop, with_params
 from passes.regions import blocks
 
 aten = torch.ops.aten
-_UP = ("gather", "refresh")
 
 
-def bucket(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
-    """`names` are the parameters in the order in which the model registers them. Edits in place."""
+def bucket(graph: fx.Graph, names: Sequence[str], order: Sequence[ops.Hop] | None = None) -> fx.Graph:
+    """`names` are the parameters in the order in which the model registers them, `order` the one that the ranks agreed
+    on, of buckets. Edits in place."""
     mode = fake_mode(graph)
     packed: dict[fx.Node, Piece] = {}
-    for starts in choose_buckets(graph, names):
+    for starts in choose_buckets(graph, names) if order is None else agreed_buckets(graph, order):
         merge(graph, starts, Writer(graph, mode), packed)
-    sort(graph)
+    stuck = sort(graph)
+    if stuck:
+        raise contradiction(stuck)
     graph.eliminate_dead_code()
     return graph
+
+
+def agreed_buckets(graph: fx.Graph, order: Sequence[ops.Hop]) -> list[list[fx.Node]]:
+    """The starts of each bucket of an order, of more than one."""
+    starts = starts_by_hop(graph)
+    groups = [[starts[with_params(hop, param)].pop() for param in hop.params] for hop in order]
+    return [group for group in groups if len(group) > 1]
 
 
 def choose_buckets(graph: fx.Graph, names: Sequence[str]) -> list[list[fx.Node]]:
@@ -95,16 +107,6 @@ def _stretches(graph: fx.Graph) -> dict[fx.Node, int]:
         if node in lead:
             at[node] = min((at[user] for user in node.users), default=at[node])
     return {start: at[start] for start in ops.hops(graph)}
-
-
-def leading(graph: fx.Graph) -> set[fx.Node]:
-    """Gathers and refreshes, their waits, and what leads to nothing but them."""
-    found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        is_up = ops.is_hop(node) and ops.hop(node).purpose in _UP
-        if is_up or (node.op == "call_function" and node.users and all(u in found for u in node.users)):
-            found.add(node)
-    return found
 
 
 @dataclass(frozen=True)

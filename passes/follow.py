@@ -129,6 +129,16 @@ def gradients(graph: fx.Graph, at_rest: Mapping[fx.Node, tuple[Gradient, ...]]) 
     return _follow(graph, at_rest, _down)
 
 
+def leading(graph: fx.Graph) -> set[fx.Node]:
+    """Gathers and refreshes, their waits, and what leads to nothing but them."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_up = ops.is_hop(node) and ops.hop(node).purpose in ("gather", "refresh")
+        if is_up or (node.op == "call_function" and node.users and all(u in found for u in node.users)):
+            found.add(node)
+    return found
+
+
 def _follow(
     graph: fx.Graph,
     at_rest: Mapping[fx.Node, tuple[_Part, ...]],

@@ -113,7 +113,7 @@ STARTS = (all_gather, reduce_scatter, all_reduce)
 
 @dataclass(frozen=True)
 class Hop:
-    """A start node, read."""
+    """A start node, read: what must be equal on all ranks for their starts to meet."""
 
     kind: str
     """all_gather, reduce_scatter or all_reduce"""
@@ -122,11 +122,6 @@ class Hop:
     purpose: str
     params: tuple[str, ...]
     again: bool
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks for two starts to meet."""
-        return (self.kind, self.axis, self.purpose, self.params, self.again)
 
     def __str__(self) -> str:
         return f"{self.purpose} {self.kind} over {self.axis} of {', '.join(self.params)}"

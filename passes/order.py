@@ -1,7 +1,8 @@
 """Order: ranks must issue the same collectives in the same order, whatever shapes each is fed.
 
-The order is decided once. `align` brings a graph traced for another shape to that order, by a stable topological sort
-with one more dependency: each start comes after the start before it.
+The order (which also says what is bucketed) is decided once, by rank 0, for all ranks. `align` brings a graph traced
+for another shape to that order, by a stable topological sort with one more dependency: each start comes after the
+start before it.
 
     def forward(w: f32[4, 8], v: f32[4, 8], x: f32[4, 8]):
         a: f32[8, 8] = all_gather(w, 'gpu', 2, purpose='gather', params=['w'], again=True)
@@ -28,9 +29,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 from torch import fx
 
@@ -38,55 +38,73 @@ from passes import ops
 from passes.build import sort
 from passes.errors import Error
 
-Key = tuple[object, ...]
+Order = list[ops.Hop]
+
+Agree = Callable[[list[str], list[str]], list[str]]
+"""Takes what must be equal on all ranks and what this rank offers, a line each; returns what rank 0 offers. All ranks
+call it together."""
 
 
-def collective_order(graph: fx.Graph) -> list[Key]:
-    """Keys of the starts, in order."""
-    return [ops.hop(node).key for node in ops.hops(graph)]
+def collective_order(graph: fx.Graph) -> Order:
+    return [ops.hop(node) for node in ops.hops(graph)]
+
+
+def own_order(collectives: list[str], order: list[str]) -> list[str]:
+    """For one process there is nothing to agree on."""
+    return order
 
 
 @dataclass
 class Orders:
-    """The orders that were decided, by the set of collectives that they order."""
+    """The orders that the ranks agreed on, of forwards and of backwards."""
 
-    known: dict[frozenset[tuple[Key, int]], list[Key]] = field(default_factory=dict)
+    agree: Agree = own_order
+    known: dict[str, list[Order]] = field(default_factory=dict)
 
-    def __call__(self, graph: fx.Graph) -> fx.Graph:
-        """Aligns a graph with the order for its collectives; the first graph that has them decides it."""
-        own = collective_order(graph)
-        wanted = _set(own)
-        if wanted not in self.known:
-            self.known[wanted] = next((o for o in self._without_updates() if _set(o) == wanted), own)
-        return align(graph, self.known[wanted])
+    def find(self, half: str, graph: fx.Graph) -> Order | None:
+        """The order for a graph that is not bucketed yet: of the first one known that has all its collectives, less
+        what the graph does not have. None where there is none."""
+        own = Counter(collective_order(graph))
+        known = (order for order in self.known.get(half, []) if own <= Counter(_pieces(order)))
+        return next((list(_restricted(order, own)) for order in known), None)
 
-    def _without_updates(self) -> Iterator[list[Key]]:
-        """A micro-batch that does not refresh or sync has the order of one that does, less those hops."""
-        for order in self.known.values():
-            yield [key for key in order if key[2] not in ("refresh", "sync")]
-
-    def lines(self) -> list[str]:
-        """As text, a line a collective, for another rank."""
-        return [f"{i}: {json.dumps(key)}" for i, order in enumerate(self.known.values()) for key in order]
-
-    def adopt(self, lines: Iterable[str]) -> None:
-        """Replaces what is known by another rank's `lines`."""
-        orders: dict[str, list[Key]] = {}
-        for line in lines:
-            number, _, key = line.partition(": ")
-            orders.setdefault(number, []).append(_key(json.loads(key)))
-        self.known = {_set(order): order for order in orders.values()}
+    def decide(self, half: str, order: Order) -> Order:
+        """Offers an order for collectives that have none; returns what the ranks agree on."""
+        collectives = sorted(_line(hop) for hop in _pieces(order))
+        decided = self.agree(collectives, [_line(hop) for hop in order])
+        self.known.setdefault(half, []).append([_hop(line) for line in decided])
+        return self.known[half][-1]
 
 
-def _key(value: list[Any]) -> Key:
-    return tuple(tuple(part) if isinstance(part, list) else part for part in value)
+def with_params(hop: ops.Hop, *params: str) -> ops.Hop:
+    """The hop of some parameters, of a bucket or on its own."""
+    return replace(hop, params=params)
 
 
-def _set(order: Sequence[Key]) -> frozenset[tuple[Key, int]]:
-    return frozenset(Counter(order).items())
+def _pieces(order: Iterable[ops.Hop]) -> Iterator[ops.Hop]:
+    """The hops of buckets, as they were before they were one."""
+    return (with_params(hop, param) for hop in order for param in hop.params)
 
 
-def align(graph: fx.Graph, order: Sequence[Key]) -> fx.Graph:
+def _restricted(order: Iterable[ops.Hop], own: Counter[ops.Hop]) -> Iterator[ops.Hop]:
+    left = own.copy()
+    for hop in order:
+        kept = [param for param in hop.params if left[with_params(hop, param)] > 0]
+        left.subtract(with_params(hop, param) for param in kept)
+        if kept:
+            yield with_params(hop, *kept)
+
+
+def _line(hop: ops.Hop) -> str:
+    return json.dumps(asdict(hop))
+
+
+def _hop(line: str) -> ops.Hop:
+    values = json.loads(line)
+    return ops.Hop(**{**values, "params": tuple(values["params"])})
+
+
+def align(graph: fx.Graph, order: Sequence[ops.Hop]) -> fx.Graph:
     """Edits the graph in place so that its starts come in `order` (a permutation of its own). Raises where data
     dependencies contradict it."""
     own = collective_order(graph)
@@ -94,22 +112,26 @@ def align(graph: fx.Graph, order: Sequence[Key]) -> fx.Graph:
         return graph
     if Counter(own) != Counter(order):
         raise ValueError("order is not a permutation of the graph's collectives")
-    chain = _chain(graph, order)
+    starts = starts_by_hop(graph)
+    chain = [starts[hop].pop() for hop in order]
     stuck = sort(graph, dict(zip(chain[1:], chain, strict=False)))
     if stuck:
-        _raise_contradiction(next(node for node in stuck if ops.is_start(node)))
+        raise contradiction(stuck)
     return graph
 
 
-def _chain(graph: fx.Graph, order: Sequence[Key]) -> list[fx.Node]:
-    by_key: dict[Key, list[fx.Node]] = {}
+def starts_by_hop(graph: fx.Graph) -> dict[ops.Hop, list[fx.Node]]:
+    """The starts of equal hops, the last one first."""
+    starts: dict[ops.Hop, list[fx.Node]] = {}
     for node in reversed(ops.hops(graph)):
-        by_key.setdefault(ops.hop(node).key, []).append(node)
-    return [by_key[key].pop() for key in order]
+        starts.setdefault(ops.hop(node), []).append(node)
+    return starts
 
 
-def _raise_contradiction(node: fx.Node) -> None:
-    raise Error(
+def contradiction(stuck: Sequence[fx.Node]) -> Error:
+    """`stuck` are the nodes that cannot be put in the agreed order."""
+    node = next(node for node in stuck if ops.is_start(node))
+    return Error(
         "The order of collectives that the ranks agreed on contradicts this graph's data dependencies.",
         where=f"{node.name}: {ops.hop(node)}",
         fix="Feed batches for which the model uses its parameters in the same order on every rank.",

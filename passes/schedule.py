@@ -45,8 +45,8 @@ from math import inf, prod
 from torch import fx
 
 from passes import ops
-from passes.bucket import leading
 from passes.build import rearrange
+from passes.follow import leading
 from passes.regions import blocks
 
 Cost = Callable[[fx.Node], float]

@@ -1,4 +1,4 @@
-"""Agree: before the first collective, every rank compares what it is about to do with rank 0, through the store.
+"""Agree: before collectives that are new, every rank compares what it is about to do with rank 0, through the store.
 
 A collective that only some ranks issue hangs. The store does not: each rank reads rank 0's text, compares, and
 reports; all wait for all reports, so every rank raises, within the timeout, and names the first difference.
@@ -19,31 +19,24 @@ from shardc import _torch
 _rounds = 0
 
 
-def agree(what: str, lines: Sequence[str], timeout_s: float, *, ordered: bool = True) -> list[str]:
-    """Compares `lines` with rank 0's (their order too, if `ordered`); returns rank 0's. `what` names what is
-    compared."""
+def agree(what: str, lines: Sequence[str], timeout_s: float, offer: Sequence[str] = ()) -> list[str]:
+    """Compares `lines` with rank 0's; returns what rank 0 offers. `what` names what is compared."""
     global _rounds
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return list(lines)
+        return list(offer)
     _rounds += 1
-    return _compare(
-        dist.PrefixStore(f"shardc/{_rounds}", _torch.default_store()),
-        what,
-        list(lines),
-        timedelta(seconds=timeout_s),
-        ordered,
-    )
+    store = dist.PrefixStore(f"shardc/{_rounds}", _torch.default_store())
+    return _compare(store, what, list(lines), list(offer), timedelta(seconds=timeout_s))
 
 
-def _compare(store: dist.Store, what: str, lines: list[str], timeout: timedelta, ordered: bool) -> list[str]:
+def _compare(store: dist.Store, what: str, lines: list[str], offer: list[str], timeout: timedelta) -> list[str]:
     rank, world = dist.get_rank(), dist.get_world_size()
     if rank == 0:
-        store.set("rank0", json.dumps(lines))
+        store.set("rank0", json.dumps([lines, offer]))
     _wait(store, "rank0", what, timeout)
-    theirs = json.loads(store.get("rank0"))
-    mine, wanted = (lines, theirs) if ordered else (sorted(lines), sorted(theirs))
-    if mine != wanted:
-        store.set("difference", _difference(rank, what, mine, wanted))
+    theirs, offered = json.loads(store.get("rank0"))
+    if lines != theirs:
+        store.set("difference", _difference(rank, what, lines, theirs))
         store.add("differences", 1)
     if store.add("reports", 1) == world:
         store.set("all", "here")
@@ -53,7 +46,7 @@ def _compare(store: dist.Store, what: str, lines: list[str], timeout: timedelta,
             f"Ranks disagree on the {what}: {store.get('difference').decode()}",
             fix="Build the model and the plan from the same code, configuration and seed on every rank.",
         )
-    return theirs
+    return offered
 
 
 def _wait(store: dist.Store, key: str, what: str, timeout: timedelta) -> None:

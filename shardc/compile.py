@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -48,7 +48,7 @@ def build(
     orders: Orders,
 ) -> Program:
     """Dynamo's graph of one call -> a program. `names` tells the hollow parameters and the buffers among the inputs;
-    `orders` are those that collectives have had before."""
+    `orders` are those that the ranks agreed on before."""
     captured = run("capture", capture, module, inputs, names)
     own = {node: params[name] for node, name in captured.params.items()}
     layouts = {node: param.layout for node, param in own.items()}
@@ -133,10 +133,10 @@ class Compiler:
     dynamic: bool
     timeout_s: float
     progress: Callable[[str], None]
-    orders: Orders = field(default_factory=Orders)
-    agreed: bool = False
-    """the ranks have compared the collectives of a first program"""
     warned: bool = False
+
+    def __post_init__(self) -> None:
+        self.orders = Orders(lambda lines, order: agree("collectives", lines, self.timeout_s, order))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(self.runtime.programs) >= SIGNATURES:
@@ -161,7 +161,7 @@ class Compiler:
         self.runtime.forget_programs()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiler:
-        """For a copy of the model, which compiles its own calls. The order of collectives is agreed on already."""
+        """For a copy of the model, which compiles its own calls."""
         return replace(self, model=memo[id(self.model)], runtime=copy.deepcopy(self.runtime, memo))
 
     @cached_property
@@ -185,9 +185,7 @@ class Compiler:
         names = self.hollows | {id(b): name for name, b in self.model.named_buffers()}
         with paused_gc(), _torch.lazy_code():
             program = build(module, inputs, names, self.params, self.topology, Runner(self.progress), self.orders)
-            if not self.agreed:
-                program.agree(lambda lines: agree("collectives", lines, self.timeout_s, ordered=False))
-                self.agreed = True
+            program.settle()
         self.runtime.programs.append(program)
         return Step(self.runtime, program)
 

@@ -20,7 +20,7 @@ from passes.errors import Error
 from passes.excerpt import excerpt, needed
 from passes.insert import Param
 from passes.layout import Layout
-from passes.order import Orders
+from passes.order import Order, Orders, align, collective_order
 from passes.refresh import refresh
 from passes.regions import Region, regions
 from passes.schedule import schedule
@@ -58,12 +58,12 @@ class Program:
 
     @property
     def forward(self) -> fx.Graph:
-        return self._once(("forward",), lambda: self._finish(copy(self.halves[0])))
+        return self._once(("forward",), lambda: self._finish("forward", copy(self.halves[0])))
 
     @property
     def backward(self) -> fx.Graph | None:
         half = self.halves[1]
-        return None if half is None else self._once(("backward",), lambda: self._finish(copy(half)))
+        return None if half is None else self._once(("backward",), lambda: self._finish("backward", copy(half)))
 
     def refreshed(self, stale: Collection[str] | None = None) -> fx.Graph:
         """The forward that first makes new compute copies of the parameters `stale` (all by default)."""
@@ -71,7 +71,7 @@ class Program:
         return self._once(("refreshed", *sorted(names)), lambda: self._refreshed(names)) if names else self.forward
 
     def _refreshed(self, names: set[str]) -> fx.Graph:
-        graph = self._finish(self.run("refresh", refresh, copy(self.halves[0]), self.params, names))
+        graph = self._finish("forward", self.run("refresh", refresh, copy(self.halves[0]), self.params, names))
         self.run("verify", verify, self.layouts, forward=graph)
         return graph
 
@@ -88,30 +88,39 @@ class Program:
     def _variation(self, half: fx.Graph, synced: bool, accumulated: Mapping[str, Param]) -> fx.Graph:
         graph = self.run("accumulate", accumulate, copy(half), accumulated) if accumulated else copy(half)
         everyone = {p.layout.name: p for p in (*self.params.values(), *accumulated.values())}
-        graph = self._finish(self.run("sync", sync, graph, everyone) if synced else graph)
+        graph = self._finish("backward", self.run("sync", sync, graph, everyone) if synced else graph)
         layouts = {n: p.layout for n, p in accumulated.items()} | self.layouts
         self.run("verify", verify, layouts, forward=self.forward, backward=graph, synced=synced)
         return graph
 
-    def _finish(self, graph: fx.Graph) -> fx.Graph:
-        graph = self.run("bucket", bucket, graph, self.names)
+    def _finish(self, half: str, graph: fx.Graph) -> fx.Graph:
+        """Bucketed, scheduled, and in the order that the ranks agreed on; where they have none yet, they do now."""
+        order = self.orders.find(half, graph)
+        if order is None:
+            own = self._scheduled(copy(graph))
+            order = self.orders.decide(half, collective_order(own))
+            if order == collective_order(own):
+                return own
+        return align(self._scheduled(graph, order), order)
+
+    def _scheduled(self, graph: fx.Graph, order: Order | None = None) -> fx.Graph:
+        graph = self.run("bucket", bucket, graph, self.names, order)
         us = times_us(graph, self.topology).__getitem__ if self.topology.links else None
-        return self.orders(self.run("schedule", schedule, graph, us))
+        return self.run("schedule", schedule, graph, us)
 
     def _once(self, key: tuple[object, ...], make: Callable[[], fx.Graph]) -> fx.Graph:
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
 
-    def agree(self, compare: Callable[[list[str]], list[str]]) -> None:
-        """Decides the order of collectives with all ranks: `compare` takes this rank's and returns rank 0's."""
-        self.refreshed()
-        if self.halves[1] is not None:
+    def settle(self) -> None:
+        """Has all ranks agree on the orders of this program, unless an earlier program's cover it: makes the variations
+        that have all hops; the others follow these. All ranks call it together."""
+        forward, backward = self.halves
+        if self.orders.find("forward", forward) is None:
+            self.refreshed()
+        if backward is not None and self.orders.find("backward", backward) is None:
             self.variation(synced=True, accumulated={})
-        theirs = compare(self.orders.lines())
-        if theirs != self.orders.lines():
-            self.orders.adopt(theirs)
-            self.made.clear()
 
     def after(self, stage: str) -> tuple[fx.Graph, ...]:
         """The graphs as they stood after a stage: one joint graph after `capture`, `decompose` and `insert`; forward

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from passes import ops
 from passes.errors import Error
-from passes.order import align, collective_order
+from passes.order import Orders, align, collective_order
 from passes.parse import parse
 from passes.text import to_text
 
@@ -67,3 +70,41 @@ def test_an_order_against_the_dependencies_is_an_error_that_names_the_hop() -> N
 def test_other_collectives_than_the_graphs_are_refused() -> None:
     with pytest.raises(ValueError, match="not a permutation"):
         align(parse(TWO), collective_order(parse(CHAIN)))
+
+
+# What ranks agreed on, for graphs that have less
+
+
+def hop(*params: str, purpose: str = "gather") -> ops.Hop:
+    return ops.Hop("all_gather", "gpu", 2, purpose, params, again=True)
+
+
+def test_a_graph_with_fewer_collectives_follows_the_order_of_one_that_has_them_all() -> None:
+    orders = Orders()
+    orders.decide("forward", [hop("w", purpose="refresh"), hop("u", "v"), hop("w")])
+    assert orders.find("forward", parse(TWO)) == [hop("v"), hop("w")]
+
+
+def test_a_backward_does_not_follow_a_forward() -> None:
+    orders = Orders()
+    orders.decide("forward", [hop("v"), hop("w")])
+    assert orders.find("backward", parse(TWO)) is None
+
+
+def test_a_graph_with_a_collective_of_its_own_has_no_order_yet() -> None:
+    orders = Orders()
+    orders.decide("forward", [hop("v")])
+    assert orders.find("forward", parse(TWO)) is None
+
+
+def test_what_rank_0_offers_is_what_all_follow() -> None:
+    compared: list[list[str]] = []
+
+    def rank_0(collectives: list[str], order: list[str]) -> list[str]:
+        compared.append(collectives)
+        return order[::-1]
+
+    orders = Orders(rank_0)
+    assert orders.decide("forward", [hop("w", "v"), hop("u")]) == [hop("u"), hop("w", "v")]
+    assert [json.loads(line)["params"] for line in compared[0]] == [["u"], ["v"], ["w"]]
+    assert orders.find("forward", parse(TWO)) == [hop("w", "v")]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardc
+from passes import ops
 from world import run
 
 LENGTHS = {(step, rank): 3 + (5 * step + 7 * rank) % 11 for step in range(4) for rank in range(4)}
@@ -100,3 +101,55 @@ def test_ranks_whose_first_batches_use_the_parameters_in_different_orders_follow
     found = run(two_orders, 2)
     torch.testing.assert_close([loss for loss, _ in found], [loss.item() for loss in losses])
     torch.testing.assert_close(found[0][1], model.a.weight.grad.sum().item())
+
+
+class TwoBuckets(nn.Module):
+    """Long inputs need a weight in another block than short ones, so they would pack it with others."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled(nn.Linear(4, 4)) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x, self.scale if i == (len(x) > 4) else None)
+        return x.sum()
+
+
+class Scaled(nn.Module):
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        return self.layer(x) if scale is None else self.layer(x) * scale
+
+
+def packed(rows: int) -> list[tuple[str, ...]]:
+    """What each gather of a forward carries, as one rank alone would have it."""
+    plan = shardc.Plan.zero3(shardc.Topology(node=1, gpu=2))
+    graph = shardc.trace(TwoBuckets(), plan, torch.ones(rows, 4)).forward
+    return [ops.hop(start).params for start in ops.hops(graph, "gather")]
+
+
+def two_buckets() -> tuple[list[tuple[str, ...]], float, float]:
+    torch.manual_seed(0)
+    plan = shardc.Plan.zero3(shardc.Topology(node=1, gpu=2))
+    model = shardc.compile(TwoBuckets(), plan, backend="eager", progress=lambda text: None)
+    loss = model(torch.ones(2 + 4 * dist.get_rank(), 4))
+    loss.backward()
+    sent = [ops.hop(start).params for start in ops.hops(shardc.programs(model)[0].forward, "gather")]
+    return sent, loss.item(), model.scale.grad.full_tensor().sum().item()
+
+
+def test_ranks_that_would_pack_buckets_differently_follow_rank_0():
+    assert packed(2) != packed(6)
+    torch.manual_seed(0)
+    model = TwoBuckets()
+    losses = [model(torch.ones(2, 4)), model(torch.ones(6, 4))]
+    (sum(losses) / 2).backward()
+    found = run(two_buckets, 2)
+    for (sent, value, grad), loss in zip(found, losses, strict=True):
+        assert sent == packed(2)
+        torch.testing.assert_close([value, grad], [loss.item(), model.scale.grad.sum().item()])
