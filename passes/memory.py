@@ -7,8 +7,8 @@ those that it gives up (the saved values that a backward pops).
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -27,18 +27,25 @@ class Life:
     bytes: int
     birth: int
     death: int
+    values: set[fx.Node] = field(default_factory=set)
+    """the nodes whose values are in it"""
 
 
 def peak_bytes(graph: fx.Graph, given_up: Collection[fx.Node] = ()) -> tuple[int, fx.Node]:
     """The most bytes that live at once, and the (first) node while which they do."""
     nodes = list(graph.nodes)
-    changes = [0] * (len(nodes) + 1)
-    for life in lives(graph, given_up):
-        changes[life.birth] += life.bytes
-        changes[life.death + 1] -= life.bytes
-    levels = list(accumulate(changes[:-1]))
+    levels = levels_of(lives(graph, given_up), len(nodes))
     peak = max(levels)
     return peak, nodes[levels.index(peak)]
+
+
+def levels_of(found: Iterable[Life], count: int) -> list[int]:
+    """Bytes that live while each of `count` nodes runs."""
+    changes = [0] * (count + 1)
+    for life in found:
+        changes[life.birth] += life.bytes
+        changes[life.death + 1] -= life.bytes
+    return list(accumulate(changes[:-1]))
 
 
 def living(graph: fx.Graph, at: fx.Node, given_up: Collection[fx.Node] = ()) -> list[Life]:
@@ -55,13 +62,19 @@ def lives(graph: fx.Graph, given_up: Collection[fx.Node] = ()) -> list[Life]:
     held = {node for node in nodes if node.op in ("placeholder", "get_attr")} - set(given_up)
     found: dict[int, Life] = {}
     for node in nodes:
-        death = len(nodes) - 1 if node in held else max((position[n] for n in node.users), default=position[node])
+        death = len(nodes) - 1 if node in held else max((position[n] for n in _readers(node)), default=position[node])
         for storage, made in zip(_storages(node), _made(node), strict=True):
             birth = 0 if node.op in ("placeholder", "get_attr") else position[node]
             life = found.get(made._cdata) or Life(node, _bytes(storage), birth, death)
             life.death = max(life.death, death)
+            life.values.add(node)
             found[storage._cdata] = life
     return list({id(life): life for life in found.values()}.values())
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Who uses a value; a hop reads what it sends until it is waited for."""
+    return [*node.users, *(wait for user in node.users if ops.is_start(user) for wait in user.users)]
 
 
 def _made(node: fx.Node) -> list[torch.UntypedStorage]:

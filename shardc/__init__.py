@@ -4,9 +4,11 @@ from passes.errors import Error
 from shardc.compile import compile
 from shardc.plan import Plan
 from shardc.program import Program
+from shardc.simulate import simulate
+from shardc.timeline import Timeline
 from shardc.topology import Topology
 from shardc.trace import programs, trace
 from shardc.weights import load
 
 __version__ = "0.1.0"
-__all__ = ["Error", "Plan", "Program", "Topology", "compile", "load", "programs", "trace"]
+__all__ = ["Error", "Plan", "Program", "Timeline", "Topology", "compile", "load", "programs", "simulate", "trace"]

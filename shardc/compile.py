@@ -57,7 +57,7 @@ def build(
     run("verify", verify, layouts, joint=joint)
     halves = run("partition", partition if captured.trains else forward_only, joint, captured.params)
     run("verify", verify, layouts, forward=halves[0], backward=halves[1])
-    return Program(captured, own, tuple(params), topology, halves, run, orders)
+    return Program(captured, own, params, topology, halves, run, orders)
 
 
 def decompose(graph: fx.Graph) -> fx.Graph:

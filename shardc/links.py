@@ -46,7 +46,13 @@ class Link:
         """Of one collective of a group of `size` ranks in which each sends `sent_bytes`."""
         if kind in self.tables:
             return _interpolated(self.tables[kind], sent_bytes)
-        return ring_steps(kind, size) * self.latency_us + sent_bytes / self.gb_per_s / 1e3
+        return ring_steps(kind, size) * self.latency_us + self.sent_us(kind, sent_bytes)
+
+    def sent_us(self, kind: str, sent_bytes: float) -> float:
+        """Of bytes that are a part of as large a collective as one likes: what they take at the best."""
+        if kind in self.tables:
+            return min(us / size for size, us in self.tables[kind]) * sent_bytes
+        return sent_bytes / self.gb_per_s / 1e3
 
     def to_dict(self) -> dict[str, Any]:
         tables = {kind: [list(point) for point in table] for kind, table in self.tables.items()}

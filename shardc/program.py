@@ -7,7 +7,7 @@ list of saved values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,6 +33,20 @@ from shardc.times import times_us
 from shardc.topology import Topology
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What one call of a program is to do besides computing."""
+
+    half: str
+    """forward or backward"""
+    stale: tuple[str, ...] = ()
+    """placeholders whose compute copies a forward makes first"""
+    accumulated: tuple[tuple[str, Param], ...] = ()
+    """accumulators that a backward adds to, by placeholder name"""
+    synced: bool = False
+    """a backward brings the sums to the optim rung"""
+
+
 @dataclass(eq=False)
 class Program:
     """`forward` and `backward` are the graphs of a micro-batch that neither refreshes nor syncs (`backward` is None
@@ -41,15 +55,15 @@ class Program:
     captured: Captured
     params: dict[str, Param]
     """by placeholder name"""
-    names: tuple[str, ...]
-    """of all the model's parameters, in the order in which it registers them"""
+    registered: Mapping[str, Param]
+    """all of the model's, used or not, by name, in the order in which it registers them"""
     topology: Topology
     halves: tuple[fx.Graph, fx.Graph | None]
-    """forward and backward as they were partitioned; every variation starts from a copy of one"""
+    """forward and backward as they were partitioned; every variant starts from a copy of one"""
     run: Runner
     orders: Orders = field(default_factory=Orders)
     """what the ranks agreed on"""
-    made: dict[tuple[object, ...], fx.Graph] = field(default_factory=dict)
+    made: dict[Variant, fx.Graph] = field(default_factory=dict)
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
@@ -58,22 +72,16 @@ class Program:
 
     @property
     def forward(self) -> fx.Graph:
-        return self._once(("forward",), lambda: self._finish("forward", copy(self.halves[0])))
+        return self.graph(Variant("forward"))
 
     @property
     def backward(self) -> fx.Graph | None:
-        half = self.halves[1]
-        return None if half is None else self._once(("backward",), lambda: self._finish("backward", copy(half)))
+        return None if self.halves[1] is None else self.graph(Variant("backward"))
 
     def refreshed(self, stale: Collection[str] | None = None) -> fx.Graph:
         """The forward that first makes new compute copies of the parameters `stale` (all by default)."""
         names = {n for n, p in self.params.items() if p.has_copy and (stale is None or p.layout.name in stale)}
-        return self._once(("refreshed", *sorted(names)), lambda: self._refreshed(names)) if names else self.forward
-
-    def _refreshed(self, names: set[str]) -> fx.Graph:
-        graph = self._finish("forward", self.run("refresh", refresh, copy(self.halves[0]), self.params, names))
-        self.run("verify", verify, self.layouts, forward=graph)
-        return graph
+        return self.graph(Variant("forward", stale=tuple(sorted(names))))
 
     def variation(self, *, synced: bool, accumulated: Mapping[str, Param] | None = None) -> fx.Graph:
         """The backward that adds to the accumulators `accumulated` (by placeholder name; by default to those of all
@@ -81,17 +89,49 @@ class Program:
         if self.halves[1] is None:
             raise Error("This program has no backward: nothing in it is trained.")
         if accumulated is None:
-            accumulated = {n: p for n, p in self.params.items() if p.needs_sync and p.layout.trainable}
-        half = self.halves[1]
-        return self._once((synced, *accumulated), lambda: self._variation(half, synced, accumulated))
+            accumulated = self._accumulators
+        return self.graph(Variant("backward", accumulated=tuple(accumulated.items()), synced=synced))
 
-    def _variation(self, half: fx.Graph, synced: bool, accumulated: Mapping[str, Param]) -> fx.Graph:
-        graph = self.run("accumulate", accumulate, copy(half), accumulated) if accumulated else copy(half)
+    @property
+    def _accumulators(self) -> dict[str, Param]:
+        return {n: p for n, p in self.params.items() if p.needs_sync and p.layout.trainable}
+
+    def step(self, micro_batches: int = 1) -> list[Variant]:
+        """What one optimizer step calls, in order: the first forward refreshes, the last backward syncs."""
+        found = []
+        stale = tuple(sorted(n for n, p in self.params.items() if p.has_copy))
+        for i in range(micro_batches):
+            found.append(Variant("forward", stale=() if i else stale))
+            if self.halves[1] is not None:
+                accumulated = tuple(self._accumulators.items()) if i else ()
+                found.append(Variant("backward", accumulated=accumulated, synced=i == micro_batches - 1))
+        return found
+
+    def graph(self, variant: Variant) -> fx.Graph:
+        """Of one call, as it runs."""
+        if variant not in self.made:
+            graph = self._finish(variant.half, self.draft(variant))
+            self._verify(graph, variant)
+            self.made[variant] = graph
+        return self.made[variant]
+
+    def draft(self, variant: Variant) -> fx.Graph:
+        """Of one call, before hops are in buckets and in order."""
+        if variant.half == "forward":
+            graph = copy(self.halves[0])
+            return self.run("refresh", refresh, graph, self.params, variant.stale) if variant.stale else graph
+        graph, accumulated = copy(self.halves[1]), dict(variant.accumulated)
+        if accumulated:
+            graph = self.run("accumulate", accumulate, graph, accumulated)
         everyone = {p.layout.name: p for p in (*self.params.values(), *accumulated.values())}
-        graph = self._finish("backward", self.run("sync", sync, graph, everyone) if synced else graph)
-        layouts = {n: p.layout for n, p in accumulated.items()} | self.layouts
-        self.run("verify", verify, layouts, forward=self.forward, backward=graph, synced=synced)
-        return graph
+        return self.run("sync", sync, graph, everyone) if variant.synced else graph
+
+    def _verify(self, graph: fx.Graph, variant: Variant) -> None:
+        if variant.half == "forward":
+            self.run("verify", verify, self.layouts, forward=graph)
+        else:
+            layouts = {n: p.layout for n, p in variant.accumulated} | self.layouts
+            self.run("verify", verify, layouts, forward=self.forward, backward=graph, synced=variant.synced)
 
     def _finish(self, half: str, graph: fx.Graph) -> fx.Graph:
         """Bucketed, scheduled, and in the order that the ranks agreed on; where they have none yet, they do now."""
@@ -104,14 +144,9 @@ class Program:
         return align(self._scheduled(graph, order), order)
 
     def _scheduled(self, graph: fx.Graph, order: Order | None = None) -> fx.Graph:
-        graph = self.run("bucket", bucket, graph, self.names, order)
+        graph = self.run("bucket", bucket, graph, list(self.registered), order)
         us = times_us(graph, self.topology).__getitem__ if self.topology.links else None
         return self.run("schedule", schedule, graph, us)
-
-    def _once(self, key: tuple[object, ...], make: Callable[[], fx.Graph]) -> fx.Graph:
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
 
     def settle(self) -> None:
         """Has all ranks agree on the orders of this program, unless an earlier program's cover it: makes the variations
@@ -126,7 +161,7 @@ class Program:
         """The graphs as they stood after a stage: one joint graph after `capture`, `decompose` and `insert`; forward
         and backward after `partition`, `bucket`, `schedule` and `regions`."""
         if stage == "bucket":
-            return tuple(bucket(copy(half), self.names) for half in self.halves if half is not None)
+            return tuple(bucket(copy(half), list(self.registered)) for half in self.halves if half is not None)
         if stage == "schedule":
             return self.forward, *([self.backward] if self.backward else [])
         if stage == "regions":

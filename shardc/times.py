@@ -34,9 +34,20 @@ def hop_us(start: fx.Node, topology: Topology) -> float:
     links = [topology.link(axis) for axis in hop.axis.split("+")]
     if len(links) == 1:
         return links[0].us(hop.kind, sent_bytes, hop.size)
-    inside = accumulate((topology.group_size(axis) for axis in hop.axis.split("+")), mul, initial=1)
-    slowest = max(sent_bytes / (link.gb_per_s * ranks) / 1e3 for link, ranks in zip(links, inside, strict=False))
-    return slowest + ring_steps(hop.kind, hop.size) * max(link.latency_us for link in links)
+    return _flat_us(hop, sent_bytes, topology) + ring_steps(hop.kind, hop.size) * max(it.latency_us for it in links)
+
+
+def _flat_us(hop: ops.Hop, sent_bytes: int, topology: Topology) -> float:
+    axes = hop.axis.split("+")
+    inside = accumulate((topology.group_size(axis) for axis in axes), mul, initial=1)
+    return max(sent_bytes / (topology.link(axis).gb_per_s * n) / 1e3 for axis, n in zip(axes, inside, strict=False))
+
+
+def sent_us(start: fx.Node, topology: Topology) -> float:
+    """Of a hop, the part that is bandwidth: as much of a larger one as it is of that one's bytes."""
+    hop, sent_bytes = ops.hop(start), ops.moved_bytes(start)
+    links = [topology.link(axis) for axis in hop.axis.split("+")]
+    return links[0].sent_us(hop.kind, sent_bytes) if len(links) == 1 else _flat_us(hop, sent_bytes, topology)
 
 
 def _node_us(node: fx.Node, topology: Topology) -> float:

@@ -14,7 +14,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from training import adamw, batch
+import models
+import shardc
+from training import LIMIT, adamw, batch, error
 
 STEPS = range(3)
 Loop = Callable[[nn.Module], list[float]]
@@ -450,3 +452,45 @@ def with_optimizer(model: nn.Module, name: str, options: dict[str, Any]) -> list
     )
     optimizer = make(matrices if name == "Muon" else model.parameters(), **options, **eps)
     return [update(model, optimizer, step) for step in STEPS]
+
+
+# Against one process
+
+
+def compiled(model: nn.Module, plan: shardc.Plan, backend: str) -> nn.Module:
+    return shardc.compile(model, plan, backend=backend, progress=lambda line: None)
+
+
+def small_gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return models.gpt(layers=1)
+
+
+def worst(loop: Callable[[nn.Module], list[float]], model: nn.Module, reference: nn.Module) -> float:
+    """The largest relative error of all that the loop saw and of the parameters in the end."""
+    found, expected = torch.tensor(loop(model)), torch.tensor(loop(reference))
+    assert found.shape == expected.shape
+    same = (found == expected) | (found.isnan() & expected.isnan())  # a norm of infinite gradients is itself infinite
+    away = ((found - expected).abs() / expected.abs().clamp_min(1e-30)).nan_to_num(torch.inf)
+    seen = away.masked_fill(same, 0.0).max()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(float(seen), *(error(p.detach().full_tensor(), q.detach()) for p, q in pairs))
+
+
+def run_loops(names: list[str], plan: shardc.Plan, backend: str) -> dict[str, float]:
+    """One model after the other way of training it, from the same values each time."""
+    by_name = {loop.__name__: loop for loop in LOOPS}
+    model = compiled(small_gpt(), plan, backend)
+    start = copy.deepcopy(model.state_dict())
+    errors = {}
+    for name in names:
+        model.load_state_dict(start)
+        model.zero_grad()
+        errors[name] = worst(by_name[name], model, small_gpt())
+        if by_name[name] in LASTING:
+            model = compiled(small_gpt(), plan, backend)
+    return errors
+
+
+def too_far(errors: dict[str, float], limit: float = LIMIT) -> dict[str, float]:
+    return {name: e for name, e in errors.items() if not e <= limit}

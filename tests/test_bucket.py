@@ -262,8 +262,8 @@ def counted(graph: fx.Graph) -> Counter[tuple[str, str, str]]:
 @pytest.mark.parametrize("name", PLANS)
 def test_buckets_move_the_same_bytes_and_a_second_time_changes_nothing(name: str) -> None:
     for text in whole(name):
-        before, once = parse(text), bucket(parse(text), trace(name).names)
+        before, once = parse(text), bucket(parse(text), list(trace(name).registered))
         assert counted(once) == counted(before)
         assert len(ops.hops(once)) < len(ops.hops(before)) or not ops.hops(before)
         printed = to_text(once)
-        assert to_text(bucket(once, trace(name).names)) == printed
+        assert to_text(bucket(once, list(trace(name).registered))) == printed

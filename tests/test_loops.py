@@ -5,44 +5,31 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-import models
 import shardc
-from loops import COMPILED, LASTING, LOOPS, OPTIMIZERS, of_lengths, with_optimizer
-from training import LIMIT, error
+from loops import (
+    COMPILED,
+    LOOPS,
+    OPTIMIZERS,
+    compiled,
+    of_lengths,
+    run_loops,
+    small_gpt,
+    too_far,
+    with_optimizer,
+    worst,
+)
 from world import run
 
 TOPOLOGY = shardc.Topology(node=2, gpu=1)
 IIG, ZERO3 = shardc.Plan.paro(TOPOLOGY, "IIG"), shardc.Plan.zero3(TOPOLOGY)
 BF16_LIMIT = 1e-3
 """Muon orthogonalises in bfloat16."""
-
-
-def compiled(model: nn.Module, plan: shardc.Plan, backend: str) -> nn.Module:
-    return shardc.compile(model, plan, backend=backend, progress=lambda line: None)
-
-
-def small_gpt() -> nn.Module:
-    torch.manual_seed(0)
-    return models.gpt(layers=1)
-
-
-def worst(loop: Callable[[nn.Module], list[float]], model: nn.Module, reference: nn.Module) -> float:
-    """The largest relative error of all that the loop saw and of the parameters in the end."""
-    found, expected = torch.tensor(loop(model)), torch.tensor(loop(reference))
-    assert found.shape == expected.shape
-    same = (found == expected) | (found.isnan() & expected.isnan())  # a norm of infinite gradients is itself infinite
-    away = ((found - expected).abs() / expected.abs().clamp_min(1e-30)).nan_to_num(torch.inf)
-    seen = away.masked_fill(same, 0.0).max()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(float(seen), *(error(p.detach().full_tensor(), q.detach()) for p, q in pairs))
 
 
 @pytest.mark.slow
@@ -56,25 +43,6 @@ def test_every_loop_trains_as_in_one_process(plan: shardc.Plan) -> None:
 def test_compiled_loops_train_as_in_one_process() -> None:
     names = [loop.__name__ for loop in COMPILED]
     assert too_far(run(run_loops, 2, names, IIG, "inductor", timeout_s=600)[0]) == {}
-
-
-def run_loops(names: list[str], plan: shardc.Plan, backend: str) -> dict[str, float]:
-    """One model after the other way of training it, from the same values each time."""
-    by_name = {loop.__name__: loop for loop in LOOPS}
-    model = compiled(small_gpt(), plan, backend)
-    start = copy.deepcopy(model.state_dict())
-    errors = {}
-    for name in names:
-        model.load_state_dict(start)
-        model.zero_grad()
-        errors[name] = worst(by_name[name], model, small_gpt())
-        if by_name[name] in LASTING:
-            model = compiled(small_gpt(), plan, backend)
-    return errors
-
-
-def too_far(errors: dict[str, float], limit: float = LIMIT) -> dict[str, float]:
-    return {name: e for name, e in errors.items() if not e <= limit}
 
 
 @pytest.mark.slow

@@ -1,0 +1,210 @@
+"""The clock, the bound, memory, and the files that people look at."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+import shardc
+from passes import ops
+from passes.errors import Error
+from passes.parse import parse
+from shardc.links import Device, Link
+from shardc.program import Program
+from shardc.simulate import Clock, label, simulate
+from shardc.timeline import COMPUTE, Timeline, duration, size
+
+TEXT = """\
+def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 4]):
+    'layers.0'
+    a: f32[4, 4] = all_gather(w, 'gpu', 2, params=['layers.0.w'])
+    b: f32[4, 4] = all_gather(v, 'gpu', 2, params=['layers.1.v'])
+    f: f32[4, 4] = wait(a)
+    y: f32[4, 4] = mm(x, f)
+    'layers.1'
+    g: f32[4, 4] = wait(b)
+    z: f32[4, 4] = mm(y, g)
+    return [z]
+"""
+
+
+def run(text: str, hop_us: float, compute_us: float) -> Clock:
+    graph = parse(text)
+    clock = Clock()
+    us = {n: hop_us if ops.is_start(n) else compute_us if n.op == "call_function" else 0.0 for n in graph.nodes}
+    clock.run(graph, {n: 0.0 if ops.is_wait(n) else t for n, t in us.items()}, "forward")
+    return clock
+
+
+def test_a_hop_waits_for_the_one_before_it_on_its_lane_and_compute_for_what_it_needs() -> None:
+    clock = run(TEXT, hop_us=3.0, compute_us=2.0)
+    found = [(e.lane, e.name, e.start_us, e.end_us, e.exposed_us) for e in clock.events]
+    assert found == [
+        ("gpu", "gather layers.0.w", 0.0, 3.0, 3.0),
+        ("gpu", "gather layers.1.v", 3.0, 6.0, 1.0),
+        (COMPUTE, "layers.0", 3.0, 5.0, 0.0),
+        (COMPUTE, "layers.1", 6.0, 8.0, 0.0),
+    ]
+    assert clock.now_us == 8.0
+
+
+def test_hops_of_two_axes_run_side_by_side() -> None:
+    clock = run(TEXT.replace("all_gather(v, 'gpu'", "all_gather(v, 'node'"), hop_us=3.0, compute_us=2.0)
+    assert [e.exposed_us for e in clock.events if e.hop] == [3.0, 0.0]
+    assert clock.now_us == 7.0
+
+
+def test_parameters_of_a_bucket_are_named_by_what_they_share() -> None:
+    assert label(["layers.3.norm.weight"]) == "layers.3.norm.weight"
+    assert label(["layers.3.norm.weight", "layers.3.mlp.up"]) == "layers.3 (2)"
+    assert label(["embed", "head"]) == "model (2)"
+
+
+# Whole steps
+
+
+class Blocks(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.sum()
+
+
+TOPOLOGY = shardc.Topology(node=2, gpu=4).with_links(
+    Device("device", tflops=0.01, memory_gb_per_s=1.0, memory_gb=1.0), node=Link(0.05, 5.0), gpu=Link(0.5, 2.0)
+)
+PLANS = {
+    "zero3": shardc.Plan.zero3(TOPOLOGY),
+    "ddp": shardc.Plan.ddp(TOPOLOGY),
+    "hpz": shardc.Plan.hpz(TOPOLOGY, param_dtype=torch.bfloat16),
+    "IIG": shardc.Plan.paro(TOPOLOGY, "IIG"),
+    "ING": shardc.Plan.paro(TOPOLOGY, "ING"),
+}
+
+
+@cache
+def traced(plan: str) -> Program:
+    return shardc.trace(Blocks(), PLANS[plan], torch.empty(32, 64), keep=False)
+
+
+@cache
+def timeline(plan: str, micro_batches: int = 1) -> Timeline:
+    return simulate(traced(plan), micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("plan", PLANS)
+def test_no_step_beats_its_bound_and_time_adds_up(plan: str, micro_batches: int) -> None:
+    it = timeline(plan, micro_batches)
+    assert 0 < it.bound.us <= it.step_us
+    assert it.step_us == pytest.approx(it.busy_us[COMPUTE] + it.exposed_us)
+    assert sum(it.exposed.values()) == pytest.approx(it.exposed_us)
+    assert all(0 < part <= 1 + 1e-9 for part in it.utilisation.values())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_lanes_do_one_thing_after_the_other(plan: str) -> None:
+    it = timeline(plan, 3)
+    for lane in it.lanes:
+        events = [e for e in it.events if e.lane == lane]
+        assert all(a.end_us <= b.start_us + 1e-9 for a, b in pairwise(events))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_timeline_has_every_hop_of_the_graphs_with_its_bytes(plan: str) -> None:
+    program = traced(plan)
+    starts = [n for variant in program.step(2) for n in ops.hops(program.graph(variant))]
+    found = [(e.hop, e.sent_bytes) for e in sorted(timeline(plan, 2).events, key=lambda e: e.issued_us) if e.hop]
+    assert len(found) == len(starts)
+    assert sum(sent for _, sent in found) == sum(map(ops.moved_bytes, starts))
+
+
+def test_refresh_is_in_the_first_micro_batch_and_sync_in_the_last() -> None:
+    purposes = {(e.graph, e.hop.purpose) for e in timeline("IIG", 2).events if e.hop}
+    assert {graph for graph, purpose in purposes if purpose == "refresh"} == {"forward 0"}
+    assert {graph for graph, purpose in purposes if purpose == "sync"} == {"backward 1"}
+
+
+def test_faster_links_take_less_time_down_to_compute_alone() -> None:
+    fast = shardc.Topology(node=2, gpu=4).with_links(TOPOLOGY.computes, node=Link(1e6, 0.0), gpu=Link(1e6, 0.0))
+    it = simulate(traced("zero3"), fast)
+    assert it.step_us < timeline("zero3").step_us
+    assert it.exposed_us == pytest.approx(0, abs=1.0)
+    assert it.step_us / it.bound.us < 1.2  # what is left are copies into buckets and out of them
+
+
+def test_memory_starts_and_ends_with_what_rests_and_peaks_above_it() -> None:
+    it = timeline("zero3")
+    piece = sum(p.numel() for p in Blocks().parameters()) * 4 // 8
+    assert it.rest_bytes == 3 * piece
+    assert it.memory[0][1] >= it.rest_bytes
+    assert it.memory[-1][1] == it.rest_bytes + piece  # the gradients
+    assert it.peak_bytes == max(b for _, b in it.memory) > it.rest_bytes + piece
+    assert "layers." in it.peak_node
+
+
+def test_unsynced_micro_batches_keep_their_sums() -> None:
+    full = sum(p.numel() for p in Blocks().parameters()) * 4
+    it = timeline("ddp", 2)
+    second_us = min(e.start_us for e in it.events if e.graph == "forward 1")
+    assert min(held for us, held in it.memory if us >= second_us) >= it.rest_bytes + full
+
+
+# What is written
+
+
+def test_the_trace_is_json_with_a_slice_an_event(tmp_path: Path) -> None:
+    it = timeline("hpz")
+    it.chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == len(it.events)
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {COMPUTE, "gpu", "node"}
+    assert all(e["dur"] > 0 for e in events if e["ph"] == "X")
+
+
+def test_the_picture_is_svg_with_a_box_an_event(tmp_path: Path) -> None:
+    it = timeline("hpz")
+    it.svg(tmp_path / "timeline.svg")
+    root = ElementTree.parse(tmp_path / "timeline.svg").getroot()
+    boxes = [e for e in root.iter() if e.tag.endswith("title")]
+    assert len(boxes) == len(it.events)
+    assert any("exposed" in str(box.text) for box in boxes)
+
+
+def test_a_timeline_prints_what_one_asks_first() -> None:
+    text = str(timeline("zero3"))
+    assert [line.split()[0] for line in text.splitlines()[:4]] == ["step", "bound", "lanes", "memory"]
+
+
+@pytest.mark.parametrize(("us", "text"), [(3.25, "3.2 us"), (4500, "4.50 ms"), (2e6, "2.00 s")])
+def test_durations_read_well(us: float, text: str) -> None:
+    assert duration(us) == text
+
+
+@pytest.mark.parametrize(("bytes_", "text"), [(12, "12 B"), (2048, "2.00 KiB"), (3 << 30, "3.00 GiB")])
+def test_sizes_read_well(bytes_: int, text: str) -> None:
+    assert size(bytes_) == text
+
+
+# Bad input
+
+
+def test_a_topology_of_another_shape_is_refused() -> None:
+    with pytest.raises(Error, match="The program is for"):
+        simulate(traced("zero3"), shardc.Topology(node=4, gpu=2))
+
+
+def test_a_topology_without_links_says_what_to_do() -> None:
+    with pytest.raises(Error, match="with_links|preset"):
+        simulate(traced("zero3"), shardc.Topology(node=2, gpu=4))
