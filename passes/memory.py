@@ -73,8 +73,12 @@ def lives(graph: fx.Graph, given_up: Collection[fx.Node] = ()) -> list[Life]:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """Who uses a value; a hop reads what it sends until it is waited for."""
-    return [*node.users, *(wait for user in node.users if ops.is_start(user) for wait in user.users)]
+    """Who uses a value. What a hop sends it reads until it is waited for, or until the hop is that takes its result."""
+    found = list(node.users)
+    for user in found:
+        if ops.is_start(user):
+            found += user.users
+    return found
 
 
 def _made(node: fx.Node) -> list[torch.UntypedStorage]:

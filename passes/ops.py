@@ -145,6 +145,17 @@ def is_hop(node: fx.Node) -> bool:
     return is_start(node) or is_wait(node)
 
 
+def wait_of(start: fx.Node) -> fx.Node | None:
+    """None where only other hops take what a hop brings."""
+    return next((user for user in start.users if is_wait(user)), None)
+
+
+def relayed(start: fx.Node) -> fx.Node | None:
+    """The start of the hop whose result a hop takes directly (see `passes.relay`)."""
+    value = start.args[0]
+    return value if is_start(value) else None
+
+
 def hop(node: fx.Node) -> Hop:
     """Read a start node (or a wait: the hop that it waits for)."""
     start = node.args[0] if is_wait(node) else node

@@ -139,13 +139,14 @@ class Subject:
 
 
 def waited_once(it: Subject) -> Iterator[Broken]:
-    fix = "give every start one wait, and use that"
+    fix = "give every start one wait, and use that; only another hop may take a result without"
     for start in it.starts:
-        others = [user for user in start.users if not ops.is_wait(user)]
+        others = [user for user in start.users if not ops.is_hop(user)]
+        waits = [user for user in start.users if ops.is_wait(user)]
         if others:
             yield Broken(start, f"the {ops.hop(start)} is used by `{others[0].name}` before its wait", fix)
-        elif len(start.users) != 1:
-            yield Broken(start, f"the {ops.hop(start)} has {len(start.users)} waits", fix)
+        elif len(waits) > 1 or not start.users:
+            yield Broken(start, f"the {ops.hop(start)} has {len(waits)} waits", fix)
 
 
 def waits_for_hop(it: Subject) -> Iterator[Broken]:

@@ -69,7 +69,8 @@ class Flight:
     """A hop between its start and its wait. Stretches of compute are counted."""
 
     start: fx.Node
-    wait: fx.Node
+    wait: fx.Node | None
+    """None where only other hops take what it brings"""
     before: list[fx.Node] = field(default_factory=list)
     """what only leads to it: casts and copy-in of shards"""
     behind: list[fx.Node] = field(default_factory=list)
@@ -88,6 +89,11 @@ class Flight:
     @property
     def size(self) -> int:
         return int(self.start.args[2])
+
+    @property
+    def source(self) -> fx.Node | None:
+        """The start of the hop that it relays."""
+        return ops.relayed(self.start)
 
     @property
     def climbs(self) -> bool:
@@ -151,10 +157,11 @@ def _placed(node: fx.Node) -> fx.Node:
 
 
 def _flight(start: fx.Node, number: dict[fx.Node, int], owner: dict[fx.Node, Flight]) -> Flight:
-    flight = Flight(start, next(iter(start.users)))
+    flight = Flight(start, ops.wait_of(start))
     _claim(start, flight, number, owner)
     flight.before.remove(start)
-    owner[flight.wait] = flight
+    if flight.wait:
+        owner[flight.wait] = flight
     return flight
 
 
@@ -178,7 +185,7 @@ def _put_behind(node: fx.Node, number: dict[fx.Node, int], owner: dict[fx.Node, 
 
 
 def _dues(flight: Flight, number: dict[fx.Node, int], owner: dict[fx.Node, Flight]) -> Iterator[int]:
-    for node in (flight.wait, *flight.before):
+    for node in (flight.start, *([flight.wait] if flight.wait else []), *flight.before):
         for user in node.users:
             if user in number:
                 yield number[user]
@@ -246,19 +253,38 @@ class Lanes:
 
     def _choose(self, i: int) -> Flight | None:
         """The next hop for a lane that would be idle before stretch `i` ends."""
-        able = [f for f in self.grounded if f.ready < i and self.free_us[f.axis] < self._end_us(i) and self._is_able(f)]
+        end_us = self._end_us(i)
+        able = [f for f in self.grounded if f.ready < i and self._is_able(f) and self._begin_us(f) < end_us]
         able = [f for f in able if f.due <= i or not f.climbs or self._fits(f, i)]
         crowded = sum(_bytes(f.start) * f.size for f in able if not f.climbs) > self.window_bytes
-        return min(able, key=lambda f: self._urgency(f, i, able, crowded), default=None)
+        chosen = min(able, key=lambda f: self._urgency(f, i, able, crowded), default=None)
+        while chosen and (shorter := self._in_front_of(chosen, able)):
+            chosen = shorter
+        return chosen
+
+    def _in_front_of(self, flight: Flight, able: Sequence[Flight]) -> Flight | None:
+        """What would be over on the same lane before a hop can begin that has to wait for what it relays."""
+        begin_us = self._begin_us(flight)
+        return next(
+            (f for f in able if f.axis == flight.axis and self._begin_us(f) + self.us(f.start) <= begin_us), None
+        )
+
+    def _begin_us(self, flight: Flight) -> float:
+        """When its lane is free and what it relays is there."""
+        there_us = next((end for f, end in self.flying.items() if f.start is flight.source), 0.0)
+        return max(self.now_us, self.free_us[flight.axis], there_us)
 
     def _end_us(self, i: int) -> float:
         """When stretch `i` ends, as far as can be told."""
         if i == len(self.stretches):
             return inf
-        return max([self.now_us, *(end for f, end in self.flying.items() if f.due == i)]) + self.takes_us[i]
+        flying = (end for f, end in self.flying.items() if f.due == i)
+        grounded = (self._begin_us(f) + self.rest_us[f] for f in self.grounded if f.due <= i)
+        return max([self.now_us, *flying, *grounded]) + self.takes_us[i]
 
     def _is_able(self, flight: Flight) -> bool:
-        return all(f in self.landed or self.flying.get(f, inf) <= self.now_us for f in flight.after)
+        late = [f for f in flight.after if f not in self.landed and self.flying.get(f, inf) > self.now_us]
+        return all(f in self.flying and f.start is flight.source for f in late)
 
     def _fits(self, flight: Flight, i: int) -> bool:
         """The last value of a chain counts from its first hop on, so that a later hop always finds its place."""
@@ -268,7 +294,7 @@ class Lanes:
         """A gather that cannot wait for a reduce goes first, then reduces, then gathers by when they are needed."""
         if not flight.climbs:
             return (0, -inf) if crowded else (1, flight.ready)
-        begin_us = max(self.now_us, self.free_us[flight.axis])
+        begin_us = self._begin_us(flight)
         rivals_us = max((self.us(f.start) for f in able if not f.climbs and f.axis == flight.axis), default=0.0)
         latest_us = self.now_us + self.begin_us[flight.due] - self.begin_us[i] - self.rest_us[flight]
         return (0 if latest_us < begin_us + rivals_us else 2, latest_us)
@@ -277,13 +303,13 @@ class Lanes:
         for earlier in flight.after:
             if earlier in self.grounded:
                 self._launch(earlier)
-        landing = [f for f in flight.after if f in self.flying]
+        landing = [f for f in flight.after if f in self.flying and f.start is not flight.source]
         for earlier in landing:
             self._wait_for(earlier)
         self.grounded.remove(flight)
         self._compute(flight.before)
         self.nodes.append(flight.start)
-        end_us = max(self.now_us, self.free_us[flight.axis]) + self.us(flight.start)
+        end_us = self._begin_us(flight) + self.us(flight.start)
         self.flying[flight] = self.free_us[flight.axis] = end_us
         if flight.climbs and not _goes_on(flight) and flight.due > self.border:
             self.ahead[flight.due] += self.claims[flight]
@@ -295,9 +321,11 @@ class Lanes:
         self._compute(flight.behind)
 
     def _wait_for(self, flight: Flight) -> None:
+        end_us = self.flying.pop(flight)
         self.landed.add(flight)
-        self.now_us = max(self.now_us, self.flying.pop(flight))
-        self.nodes.append(flight.wait)
+        if flight.wait:
+            self.now_us = max(self.now_us, end_us)
+            self.nodes.append(flight.wait)
 
     def _compute(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes += nodes
@@ -329,7 +357,7 @@ def _rest(flights: Sequence[Flight], us: Cost) -> dict[Flight, float]:
 
 def _claims(flights: Sequence[Flight]) -> dict[Flight, int]:
     """Bytes of the last value of the chain that a flight begins."""
-    claims = {flight: _bytes(flight.wait) for flight in flights}
+    claims = {flight: _bytes(flight.start) for flight in flights}
     for flight in reversed(flights):
         for earlier in flight.after:
             claims[earlier] = max(claims[earlier], claims[flight])

@@ -93,7 +93,13 @@ _ALL = ("joint", "forward", "backward")
 _DESCENDS = ("joint", "backward")
 
 RULES = (
-    Rule(1, "waited once", _ALL, "Every start has one wait, and nothing else uses it.", rules.waited_once),
+    Rule(
+        1,
+        "waited once",
+        _ALL,
+        "Waits and other hops alone use a start; it has one wait at most.",
+        rules.waited_once,
+    ),
     Rule(1, "waits for a hop", _ALL, "Every wait waits for a start.", rules.waits_for_hop),
     Rule(5, "on the mesh", _ALL, "A hop is over neighbouring axes of the mesh, at their size.", rules.on_mesh),
     Rule(5, "moves", _ALL, "A graph has only the moves of its kind, each by its collective.", rules.moves_of_graph),

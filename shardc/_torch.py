@@ -148,24 +148,15 @@ def outside_inductor(op: Callable[..., Any]) -> Callable[..., Any]:
     """What stands in for an op that is called outside of Inductor.
 
     There Inductor's seeded random ops ignore their seed, and a backward would not draw the mask of its forward again.
-    And the functional all-gather calls Gloo's coalesced one, which corrupts the heap now and then when several are in
-    flight; here the group's plain one is called. (The functional form with an output would do that too, but from C++
-    and past a group in Python.) And the backward of flex_attention makes no gradient for what a `score_mod` captured
-    unless that requires grad, which nothing does inside of a graph.
+    And the backward of flex_attention makes no gradient for what a `score_mod` captured unless that requires grad,
+    which nothing does inside of a graph.
     """
     stand_ins: dict[Any, Callable[..., Any]] = {
         torch.ops.prims.inductor_random.default: _random,
         torch.ops.prims.inductor_randint.default: _randint,
-        torch.ops._c10d_functional.all_gather_into_tensor.default: _all_gather,
         torch.ops.higher_order.flex_attention_backward: _flex_attention_backward,
     }
     return stand_ins.get(op, op)
-
-
-def _all_gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
-    torch._C._distributed_c10d._register_work(out, group_called(group)._allgather_base(out, x))
-    return out
 
 
 def _flex_attention_backward(*args: Any) -> Any:

@@ -1,11 +1,14 @@
-"""Failures: a collective that raises, at its start or while it is waited for, is named by its hop."""
+"""Failures: a collective that raises, at its start or while it is waited for, is named by its hop.
+
+`shardc.lanes` does so itself; what Inductor generates for a whole graph calls collectives by no names of ours.
+"""
 
 from __future__ import annotations
 
 import linecache
 import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -27,14 +30,9 @@ def naming_failures(function: Callable[[list[Any]], Any], hop_of: HopOf) -> Call
             hop = hop_of(error)
             if hop is None:
                 raise
-            raise _failed(hop, error) from error
+            raise failed(hop, error) from error
 
     return run
-
-
-def in_outer_function(file: str, hops: Mapping[int, ops.Hop]) -> HopOf:
-    """For a function of a file of its own; `hops` by line."""
-    return lambda error: next((hops.get(line) for name, line in _lines(error) if name == file), None)
 
 
 def in_generated_code(graph: fx.Graph) -> HopOf:
@@ -62,7 +60,8 @@ def _lines(error: BaseException) -> list[tuple[str, int]]:
     return [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
 
 
-def _failed(hop: ops.Hop, error: RuntimeError) -> Error:
+def failed(hop: ops.Hop, error: RuntimeError) -> Error:
+    """The error that names it."""
     return Error(
         f"A collective failed: {hop}.\n    {str(error).strip().splitlines()[0]}",
         fix="Look at the ranks of this axis for one that raised, died, or runs another program; "

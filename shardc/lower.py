@@ -23,8 +23,10 @@ from passes import ops
 from passes.build import Writer, copy, fake_mode, outputs, set_outputs
 from passes.errors import Error
 from passes.regions import Region, regions
+from passes.relay import unrelayed
 from shardc import _torch
-from shardc.failures import in_generated_code, in_outer_function, naming_failures
+from shardc.failures import in_generated_code, naming_failures
+from shardc.lanes import Lane, wait
 
 BACKENDS = ("inductor", "inductor-whole", "eager")
 Callback = Callable[[str], None]
@@ -41,6 +43,9 @@ class Lowering:
     known: dict[str, Region] = field(default_factory=dict)
     compiled: dict[str, Callable[[list[Any]], Sequence[Any]]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.lanes = {axis: Lane(group) for axis, group in self.groups.items()}
+
     def __call__(self, graph: fx.Graph, name: str) -> Callable[[list[Any]], Any]:
         """A callable that takes, and empties, the list of the graph's inputs and returns what the graph returns."""
         if self.backend == "eager":
@@ -56,8 +61,9 @@ class Lowering:
 
     def _whole(self, graph: fx.Graph, name: str) -> Callable[[list[Any]], Any]:
         self.progress(f"compiling {name} as one graph")
+        graph = unrelayed(copy(graph))
         hop_of = in_generated_code(graph)
-        graph = with_functional_collectives(copy(graph), self.groups)
+        graph = with_functional_collectives(graph, self.groups)
         leaves, spec = torch.utils._pytree.tree_flatten(outputs(graph))
         set_outputs(graph, tuple(leaves))
         run = _torch.compile_graph(with_aten_rows(fx.GraphModule(graph.owning_module, graph)))
@@ -149,14 +155,12 @@ def _constant(module: fx.GraphModule, value: torch.Tensor, write: Writer) -> fx.
 
 
 def emit(graph: fx.Graph, name: str, lowering: Lowering) -> Callable[[list[Any]], Any]:
-    """The graph as one Python function; `run.source` is its text. A collective that fails is named."""
+    """The graph as one Python function; `run.source` is its text."""
     writer = _Source(lowering)
-    file, source = f"<shardc {name}>", writer.function(graph, name)
-    exec(compile(source, file, "exec"), writer.globals)
-    function = writer.globals[name]
-
-    run = naming_failures(function, in_outer_function(file, writer.hops))
-    run.source = source  # type: ignore[attr-defined]
+    source = writer.function(graph, name)
+    exec(compile(source, f"<shardc {name}>", "exec"), writer.globals)
+    run = writer.globals[name]
+    run.source = source
     return run
 
 
@@ -165,8 +169,6 @@ class _Source:
         self.lowering = lowering
         self.globals: dict[str, Any] = {}
         self.locals: set[str] = set()
-        self.hops: dict[int, ops.Hop] = {}
-        """by line of the source, for starts and waits"""
 
     def function(self, graph: fx.Graph, name: str) -> str:
         self.locals = {n.name for n in graph.nodes}
@@ -179,8 +181,6 @@ class _Source:
             elif node.op == "placeholder":
                 lines += self.dead([node] if not node.users else [])
             else:
-                if ops.is_hop(node):
-                    self.hops[len(lines) + 1] = ops.hop(node.args[0] if ops.is_wait(node) else node)
                 lines += self.line(node, last.get(node, []))
         return "\n".join(lines) + "\n"
 
@@ -205,15 +205,20 @@ class _Source:
     def call(self, node: fx.Node) -> str:
         if node.target is operator.getitem:
             return f"{node.args[0].name}[{node.args[1]!r}]"
-        op, args, kwargs = node.target, node.args, dict(node.kwargs)
         if ops.is_wait(node):
-            op = torch.ops._c10d_functional.wait_tensor.default
-        elif ops.is_start(node):
-            op, args = _functional(node, self.lowering.groups)
-            kwargs = {}
-        op = _torch.outside_inductor(op)
-        parts = [_text(a, self.constant) for a in args] + [f"{k}={_text(v, self.constant)}" for k, v in kwargs.items()]
+            return f"{self.constant(wait, 'wait')}({node.args[0].name})"
+        if ops.is_start(node):
+            return self.start(node)
+        op = _torch.outside_inductor(node.target)
+        parts = [_text(a, self.constant) for a in node.args]
+        parts += [f"{k}={_text(v, self.constant)}" for k, v in node.kwargs.items()]
         return f"{self.constant(op, getattr(op, '_opname', op.__name__.lstrip('_')))}({', '.join(parts)})"
+
+    def start(self, node: fx.Node) -> str:
+        hop, source = ops.hop(node), node.args[0]
+        lane = self.constant(self.lowering.lanes[hop.axis], f"lane_{hop.axis}")
+        in_place = hop.kind == "all_reduce" and ops.is_start(source) and len(source.users) == 1
+        return f"{lane}.start({self.constant(hop, hop.purpose)}, {source.name}{', in_place=True' * in_place})"
 
     def constant(self, value: Any, name: str) -> str:
         """A global that holds a value; the same value has the same name."""
@@ -238,7 +243,10 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _used(node: fx.Node) -> list[fx.Node]:
-    return [*node.all_input_nodes, node.args[0].args[0]] if ops.is_wait(node) else node.all_input_nodes
+    if not ops.is_hop(node):
+        return node.all_input_nodes
+    before = node.args[0]
+    return [before, *(_used(before) if ops.is_start(before) else [])]
 
 
 def _text(value: Any, constant: Callable[[Any, str], str]) -> str:

@@ -27,6 +27,7 @@ from passes.layout import Layout
 from passes.parse import parse
 from passes.partition import partition
 from passes.regions import Region, regions
+from passes.relay import relay
 from passes.schedule import schedule
 from passes.text import line_of, to_text
 from passes.verify import verify, verify_pairs
@@ -67,7 +68,7 @@ def optimise(graph: fx.Graph, stages: tuple[str, ...], layouts: dict[str, Layout
     if "bucket" in stages:
         graphs = [bucket(half, names) for half in graphs]
     if "schedule" in stages:
-        graphs = [schedule(half) for half in graphs]
+        graphs = [schedule(relay(half)) for half in graphs]
     check(layouts, **{role(half): half for half in graphs})
     known: dict[str, Region] = {}
     return [regions(half, known) for half in graphs] if "regions" in stages else graphs

@@ -23,6 +23,7 @@ from passes.layout import Layout
 from passes.order import Order, Orders, align, collective_order
 from passes.refresh import refresh
 from passes.regions import Region, regions
+from passes.relay import relay
 from passes.schedule import schedule
 from passes.sync import sync
 from passes.text import to_text
@@ -145,6 +146,7 @@ class Program:
 
     def _scheduled(self, graph: fx.Graph, order: Order | None = None) -> fx.Graph:
         graph = self.run("bucket", bucket, graph, list(self.registered), order)
+        graph = self.run("relay", relay, graph)
         us = times_us(graph, self.topology).__getitem__ if self.topology.links else None
         return self.run("schedule", schedule, graph, us)
 

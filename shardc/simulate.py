@@ -1,7 +1,8 @@
 """Simulate: the order of a program, run on lanes with a clock.
 
-Compute goes node by node. A hop goes on the lane of its axis at its start (behind the hop before it on that lane), for
-as long as its link takes; its wait holds compute up until then. What it holds up is exposed communication.
+Compute goes node by node. A hop goes on the lane of its axis at its start (behind the hop before it on that lane, and
+behind the one that it relays), for as long as its link takes; its wait holds compute up until then. What it holds up is
+exposed communication.
 
 The bound is that of the plan, not of the order, nor of the buckets: it is taken from the graphs before they are
 bucketed. Nothing that a lane has to do can begin before what leads to it, and what follows from it comes after.
@@ -83,17 +84,20 @@ class Clock:
         for node in graph.nodes:
             began.append(self.now_us)
             if ops.is_start(node):
+                source = ops.relayed(node)
+                there_us = self.events[flying[source]].end_us if source else 0.0
                 flying[node] = len(self.events)
-                self._start(node, us[node], name)
+                self._start(node, us[node], name, there_us)
             elif ops.is_wait(node):
                 self._wait(flying[node.args[0]])
             elif us[node] > 0:
                 self._compute(block_at[node], us[node], name)
         self.began.append(began)
 
-    def _start(self, node: fx.Node, us: float, graph: str) -> None:
+    def _start(self, node: fx.Node, us: float, graph: str, there_us: float) -> None:
+        """`there_us` is when what it relays is there."""
         hop = ops.hop(node)
-        begin_us = max(self.now_us, self.free_us.get(hop.axis, 0.0))
+        begin_us = max(self.now_us, self.free_us.get(hop.axis, 0.0), there_us)
         self.free_us[hop.axis] = begin_us + us
         name = f"{hop.purpose} {label(hop.params)}"
         sent_bytes = ops.moved_bytes(node)

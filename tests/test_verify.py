@@ -137,7 +137,7 @@ BROKEN = {
         """\
 law 1, waited once: the reduce reduce_scatter over gpu of w has 0 waits
   at: r: f32[4, 4] = reduce_scatter(m, 'gpu', 2, purpose='reduce', params=['w'])
-  fix: give every start one wait, and use that
+  fix: give every start one wait, and use that; only another hop may take a result without
 """,
     ),
     "waited once: two waits": (
@@ -147,7 +147,7 @@ law 1, waited once: the reduce reduce_scatter over gpu of w has 0 waits
         """\
 law 1, waited once: the gather all_gather over gpu of w has 2 waits
   at: c: f32[8, 4] = all_gather(b, 'gpu', 2, purpose='gather', params=['w'], again=True)
-  fix: give every start one wait, and use that
+  fix: give every start one wait, and use that; only another hop may take a result without
 """,
     ),
     "waited once: used before": (
@@ -157,7 +157,7 @@ law 1, waited once: the gather all_gather over gpu of w has 2 waits
         """\
 law 1, waited once: the gather all_gather over gpu of w is used by `y` before its wait
   at: c: f32[8, 4] = all_gather(b, 'gpu', 2, purpose='gather', params=['w'], again=True)
-  fix: give every start one wait, and use that
+  fix: give every start one wait, and use that; only another hop may take a result without
 """,
     ),
     "waits for a hop": (

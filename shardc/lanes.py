@@ -1,0 +1,132 @@
+"""Lanes: the hops of one process group, issued in the order of the graph, beside compute.
+
+A hop is issued where the graph starts it, and is `Flying` until its wait. The group's plain methods are called: the
+functional all-gather of torch goes through Gloo's coalesced one, which corrupts the heap now and then when several are
+in flight.
+
+Hops come in order. One that relays what another
+hop brings (`passes.relay`) cannot be issued before that has come, and compute must not stand still for it: on a GPU a
+stream of the lane waits in its place, elsewhere a thread of the lane, behind which later hops of the lane queue up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from passes import ops
+from shardc import _torch
+from shardc.failures import failed
+
+
+class Flying:
+    """A hop under way."""
+
+    def __init__(self, hop: ops.Hop, source: torch.Tensor | Flying, out: torch.Tensor):
+        self.hop, self.source, self.out = hop, source, out
+        self.issued = threading.Event()
+        self.work: dist.Work | None = None
+        self.error: Exception | None = None
+
+    def issue(self, group: str) -> None:
+        """On its group, when what it relays has come. What fails is raised by `wait`."""
+        try:
+            x = (self.source.wait() if isinstance(self.source, Flying) else self.source).contiguous()
+            self.source = x  # the group reads it until it is done
+            self.work = self._named(lambda: _ISSUE[self.hop.kind](_torch.group_called(group), self.out, x))
+        except Exception as error:
+            self.error = error
+        self.issued.set()
+
+    def wait(self) -> torch.Tensor:
+        """What the hop brings. Raises `Error` with the hop where it failed."""
+        self.issued.wait()
+        if self.error:
+            raise self.error
+        self._named(self.work.wait)  # type: ignore[union-attr]
+        return self.out
+
+    def _named(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise failed(self.hop, error) from error
+
+
+def wait(flying: Flying) -> torch.Tensor:
+    return flying.wait()
+
+
+class Lane:
+    """The hops of one process group."""
+
+    def __init__(self, group: str):
+        self.group = group
+        self.queue: SimpleQueue[Flying] | None = None
+        self.queued: Flying | None = None
+        """the last that was left to the thread"""
+        self.stream: torch.cuda.Stream | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lane:
+        return self
+
+    def start(self, hop: ops.Hop, source: torch.Tensor | Flying, *, in_place: bool = False) -> Flying:
+        """`in_place`: nobody else needs what an all-reduce takes, so that it may be summed where it is."""
+        x = source.out if isinstance(source, Flying) else source
+        flying = Flying(hop, source, x if in_place else _room(hop, x))
+        if x.is_cuda and isinstance(source, Flying):
+            self._issue_on_stream(flying)
+        elif isinstance(source, Flying) or (self.queued and not self.queued.issued.is_set()):
+            self._leave_to_thread(flying)
+        else:
+            flying.issue(self.group)
+        return flying
+
+    def _issue_on_stream(self, flying: Flying) -> None:
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(flying.out.device)
+        self.stream.wait_stream(torch.cuda.current_stream())  # what used the room for the result before is over
+        with torch.cuda.stream(self.stream):
+            flying.issue(self.group)
+
+    def _leave_to_thread(self, flying: Flying) -> None:
+        if self.queue is None:
+            self.queue = SimpleQueue()
+            threading.Thread(target=_issue_all, args=(self.queue, self.group), daemon=True).start()
+        self.queued = flying
+        self.queue.put(flying)
+
+
+def _issue_all(queue: SimpleQueue[Flying], group: str) -> None:
+    while True:
+        queue.get().issue(group)
+
+
+def _room(hop: ops.Hop, x: torch.Tensor) -> torch.Tensor:
+    """For what a hop brings."""
+    if hop.kind == "all_reduce":
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = x.shape[0] * hop.size if hop.kind == "all_gather" else x.shape[0] // hop.size
+    return x.new_empty((rows, *x.shape[1:]))
+
+
+def _all_gather(group: Any, out: torch.Tensor, x: torch.Tensor) -> Any:
+    return group._allgather_base(out, x)
+
+
+def _reduce_scatter(group: Any, out: torch.Tensor, x: torch.Tensor) -> Any:
+    return group._reduce_scatter_base(out, x, dist.ReduceScatterOptions())
+
+
+def _all_reduce(group: Any, out: torch.Tensor, x: torch.Tensor) -> Any:
+    if out is not x:
+        out.copy_(x)
+    return group.allreduce([out], dist.AllreduceOptions())
+
+
+_ISSUE = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_reduce": _all_reduce}
