@@ -91,7 +91,7 @@ def main() -> int:
     plan = shardc.Plan.paro(topology, "IIG")
     model = build_model(device)
     report.plan(plan, model)
-    report.layer(plan, build_model, rows)
+    report.graphs(plan, build_model, rows, MICRO_BATCHES)
     model = shardc.compile(model, plan, backend="inductor")
 
     losses, sent = train(model, device, rows)

@@ -297,7 +297,7 @@ class Lanes:
         begin_us = self._begin_us(flight)
         rivals_us = max((self.us(f.start) for f in able if not f.climbs and f.axis == flight.axis), default=0.0)
         latest_us = self.now_us + self.begin_us[flight.due] - self.begin_us[i] - self.rest_us[flight]
-        return (0 if latest_us < begin_us + rivals_us else 2, latest_us)
+        return (0 if latest_us < begin_us + rivals_us else 2, latest_us + self.us(flight.start))
 
     def _launch(self, flight: Flight) -> None:
         for earlier in flight.after:

@@ -1,4 +1,4 @@
-"""The command line: `python -m shardc opt --after insert < graph.txt`."""
+"""The command line: `python -m shardc draw | explain | simulate | opt`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from passes.errors import Error
-from shardc import opt
+from shardc import look, opt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     """Every command adds itself, with `run` as what it does."""
     found = argparse.ArgumentParser("python -m shardc", description="A compiler for sharded data-parallel training.")
     commands = found.add_subparsers(required=True, metavar="command")
+    look.add_to(commands)
     opt.add_to(commands)
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from torch import fx
 
@@ -175,6 +176,24 @@ class Program:
                 fix="shardc.trace keeps all stages; a compiled model's programs keep none, to save memory.",
             )
         return self.run.kept[stage]
+
+    def explain(self, topology: Topology | None = None, *, micro_batches: int = 1, fold: bool = True) -> str:
+        """A step as it is foretold, and a table of its collectives: what each moves, how long it takes, what hides it,
+        and why it is exposed where it is. Collectives of equal layers that fare alike are one line, if `fold`.
+        Arguments are those of `shardc.simulate`."""
+        from shardc.explain import explain
+        from shardc.simulate import simulate
+
+        return explain(simulate(self, topology, micro_batches=micro_batches), fold=fold)
+
+    def svg(self, folder: str | Path, *, fold: bool = True) -> list[Path]:
+        """Draws the forward and the backward that have all hops: `forward.svg` and `backward.svg` in a folder, each
+        with its `.dot` source beside it. Equal layers are drawn once, if `fold`. Returns the pictures. Raises `Error`
+        where nothing can render them; the sources are written then, too."""
+        from shardc.draw import draw
+
+        halves = {variant.half: self.graph(variant) for variant in self.step()}
+        return [draw(graph, Path(folder) / f"{half}.svg", fold=fold) for half, graph in halves.items()]
 
     def text(self) -> str:
         """Forward and backward as text."""

@@ -23,7 +23,7 @@ from passes.errors import Error
 from passes.memory import Life, levels_of, lives
 from passes.regions import blocks
 from shardc.program import Program, Variant
-from shardc.timeline import COMPUTE, Bound, Event, Timeline
+from shardc.timeline import COMPUTE, Bound, Event, Timeline, label
 from shardc.times import sent_us, times_us
 from shardc.topology import Topology
 
@@ -67,8 +67,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_us = 0.0
-        self.free_us: dict[str, float] = {}
-        """when a lane has ended what it has"""
+        self.last: dict[str, Event] = {}
+        """of each lane"""
         self.events: list[Event] = []
         self.computing = -1
         """the last event of compute"""
@@ -85,23 +85,32 @@ class Clock:
             began.append(self.now_us)
             if ops.is_start(node):
                 source = ops.relayed(node)
-                there_us = self.events[flying[source]].end_us if source else 0.0
+                relayed = self.events[flying[source]] if source else None
                 flying[node] = len(self.events)
-                self._start(node, us[node], name, there_us)
+                self._start(node, us[node], name, relayed)
             elif ops.is_wait(node):
                 self._wait(flying[node.args[0]])
             elif us[node] > 0:
                 self._compute(block_at[node], us[node], name)
         self.began.append(began)
 
-    def _start(self, node: fx.Node, us: float, graph: str, there_us: float) -> None:
-        """`there_us` is when what it relays is there."""
+    def _start(self, node: fx.Node, us: float, graph: str, relayed: Event | None) -> None:
         hop = ops.hop(node)
-        begin_us = max(self.now_us, self.free_us.get(hop.axis, 0.0), there_us)
-        self.free_us[hop.axis] = begin_us + us
-        name = f"{hop.purpose} {label(hop.params)}"
-        sent_bytes = ops.moved_bytes(node)
-        event = Event(hop.axis, name, graph, begin_us, begin_us + us, hop, sent_bytes, issued_us=self.now_us)
+        first = [before for before in (relayed, self.last.get(hop.axis)) if before and before.end_us > self.now_us]
+        behind = max(first, key=lambda before: before.end_us, default=None)
+        begin_us = behind.end_us if behind else self.now_us
+        event = Event(
+            hop.axis,
+            f"{hop.purpose} {label(hop.params)}",
+            graph,
+            begin_us,
+            begin_us + us,
+            hop,
+            ops.moved_bytes(node),
+            issued_us=self.now_us,
+            behind=behind.name if behind else "",
+        )
+        self.last[hop.axis] = event
         self.events.append(event)
 
     def _wait(self, index: int) -> None:
@@ -118,15 +127,6 @@ class Clock:
         else:
             self.computing = len(self.events)
             self.events.append(Event(COMPUTE, block or "model", graph, begin_us, self.now_us))
-
-
-def label(params: Sequence[str]) -> str:
-    """Parameters in short: 'layers.3 (9)' for those of one block."""
-    shared = params[0].split(".")
-    for name in params[1:]:
-        parts = name.split(".")
-        shared = shared[: next((i for i, (a, b) in enumerate(zip(shared, parts, strict=False)) if a != b), len(parts))]
-    return params[0] if len(params) == 1 else f"{'.'.join(shared) or 'model'} ({len(params)})"
 
 
 # Memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil, log10
@@ -35,6 +35,8 @@ class Event:
     """when a hop was put on its lane; it starts when the lane is free"""
     exposed_us: float = 0.0
     """of a hop, for how long compute waited for it"""
+    behind: str = ""
+    """of a hop that could not begin when it was issued: the hop that it relays, or that was on its lane"""
 
     @property
     def us(self) -> float:
@@ -158,6 +160,15 @@ def size(size_bytes: float) -> str:
         if abs(size_bytes) >= factor:
             return f"{size_bytes / factor:.2f} {unit}"
     return f"{size_bytes:.0f} B"
+
+
+def label(params: Sequence[str]) -> str:
+    """Parameters in short: 'layers.3 (9)' for those of one block."""
+    shared = params[0].split(".")
+    for name in params[1:]:
+        parts = name.split(".")
+        shared = shared[: next((i for i, (a, b) in enumerate(zip(shared, parts, strict=False)) if a != b), len(parts))]
+    return params[0] if len(params) == 1 else f"{'.'.join(shared) or 'model'} ({len(params)})"
 
 
 PURPOSE_COLOURS = {"gather": "#4c9a6a", "refresh": "#8bbf4d", "reduce": "#c27d2c", "sync": "#8a63b8"}

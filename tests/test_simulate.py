@@ -18,8 +18,8 @@ from passes.errors import Error
 from passes.parse import parse
 from shardc.links import Device, Link
 from shardc.program import Program
-from shardc.simulate import Clock, label, simulate
-from shardc.timeline import COMPUTE, Timeline, duration, size
+from shardc.simulate import Clock, simulate
+from shardc.timeline import COMPUTE, Timeline, duration, label, size
 
 TEXT = """\
 def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 4]):

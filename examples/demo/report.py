@@ -12,10 +12,14 @@ import torch.distributed as dist
 import shardc
 from gpt import GPT
 from shardc.cost import MOVES, by_axis, step_bytes
+from shardc.links import MACHINES
 from shardc.plan import Parameter
 
 LAYER = "blocks.1"
 """The layer whose graph is shown: a middle one, for the first and the last have neighbours of another kind."""
+
+
+OUT = Path("out")
 
 
 def say(text: str) -> None:
@@ -33,8 +37,9 @@ def plan(plan: shardc.Plan, model: GPT) -> None:
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters; {plan.table(described(model))}")
 
 
-def layer(plan: shardc.Plan, build_model: Callable[[torch.device], GPT], rows: int) -> None:
-    """The forward of one layer as it was captured, and with its hops inserted. Traced on rank 0, without storage."""
+def graphs(plan: shardc.Plan, build_model: Callable[[torch.device], GPT], rows: int, micro_batches: int) -> None:
+    """The forward of one layer as it was captured, and with its hops inserted; pictures of all. Traced on rank 0,
+    without storage."""
     if dist.get_rank() == 0:
         meta = torch.device("meta")
         model = build_model(meta)
@@ -44,7 +49,20 @@ def layer(plan: shardc.Plan, build_model: Callable[[torch.device], GPT], rows: i
         say(program.layer_text(LAYER, after="capture"))
         title(f"{LAYER}, with its hops")
         say(program.layer_text(LAYER, after="insert"))
+        title("Pictures")
+        pictures(program, micro_batches)
     title("Training")
+
+
+def pictures(program: shardc.Program, micro_batches: int) -> None:
+    """The graphs, and a step as it is foretold for GPUs on two hosts with 10 Gb/s Ethernet."""
+    hosts = MACHINES["ethernet"]
+    topology = program.topology.with_links(hosts.device, **dict(hosts.links))
+    timeline = shardc.simulate(program, topology, micro_batches=micro_batches)
+    say("\n".join(str(path) for path in program.svg(OUT)))
+    timeline.svg(OUT / "timeline.svg")
+    timeline.chrome_trace(OUT / "trace.json")
+    say(f"{OUT / 'timeline.svg'}\n{OUT / 'trace.json'} (for ui.perfetto.dev)\n{timeline}")
 
 
 def step(step: int, loss: float, tokens_per_second: float) -> None:

@@ -1,0 +1,104 @@
+"""Explain: a line a collective of one optimizer step. What it moves, how long that takes, what hides it, and where
+nothing does, why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from shardc.timeline import COMPUTE, Event, Timeline, duration, size
+
+HEAD = ("in", "moves", "by", "over", "sent", "takes", "hidden behind", "exposed", "why")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One collective, or several of equal layers."""
+
+    cells: tuple[str, ...]
+    """as in HEAD"""
+    layer: str
+    """of the first of them; empty for what belongs to no layer"""
+    exposed_us: float
+    count: int = 1
+
+
+def explain(timeline: Timeline, *, fold: bool = True) -> str:
+    """A table, in the order in which hops begin; those of equal layers that fare alike are one line, if `fold`."""
+    computing = [e for e in timeline.events if e.lane == COMPUTE]
+    lines = [_line(e, computing) for e in timeline.events if e.hop]
+    shown = _folded(lines) if fold else lines
+    return f"{timeline}\n\n{_table(shown)}"
+
+
+def _line(event: Event, computing: Sequence[Event]) -> Line:
+    assert event.hop is not None
+    behind = [e for e in _over(computing, event) if e.us > event.us / 20]
+    cells = (
+        event.graph,
+        event.name,
+        event.hop.kind,
+        event.lane,
+        size(event.sent_bytes),
+        duration(event.us),
+        _named(behind) or "nothing",
+        duration(event.exposed_us) if event.exposed_us else "",
+        "; ".join(_reasons(event, computing)),
+    )
+    layer = re.search(r"\d+", event.name)
+    return Line(cells, layer[0] if layer else "", event.exposed_us)
+
+
+def _over(computing: Sequence[Event], event: Event) -> list[Event]:
+    """Compute while a hop is on its lane."""
+    return [e for e in computing if e.end_us > event.start_us and e.start_us < event.end_us]
+
+
+def _named(computing: Iterable[Event]) -> str:
+    names = list(dict.fromkeys(e.name for e in computing))
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
+
+
+def _reasons(event: Event, computing: Sequence[Event]) -> Iterator[str]:
+    """Why a hop is exposed, and why it is alone."""
+    if event.exposed_us:
+        own = [e for e in computing if e.graph == event.graph]
+        if event.behind:
+            late = duration(event.start_us - event.issued_us)
+            yield f"began {late} after it was issued, behind {event.behind}"
+        if not any(e.end_us <= event.issued_us + event.us and e.us > event.us / 10 for e in own):
+            yield "nothing before it to hide behind"
+        elif not any(e.start_us >= event.end_us and e.us > event.us / 10 for e in own):
+            yield "nothing after it to hide behind"
+        elif event.us > (beside := sum(e.us for e in _over(computing, event))):
+            yield f"takes longer than the {duration(beside)} of compute beside it"
+        else:
+            yield "issued too late, for memory or behind what is more urgent"
+    if event.hop and len(event.hop.params) == 1:
+        yield "alone: no other of its kind, axis and dtype in its block"
+
+
+def _folded(lines: Sequence[Line]) -> list[Line]:
+    """Lines that differ in nothing but the number of a layer become one, at the place of the first."""
+    found: dict[tuple[str, ...], Line] = {}
+    for line in lines:
+        key = tuple(re.sub(r"\d+", "*", cell) for cell in (line.cells[1], *line.cells[6:7], line.cells[8]))
+        key = (*line.cells[:1], *key, *line.cells[2:6], str(bool(line.exposed_us)))
+        first = found.setdefault(key, line)
+        if first is not line:
+            total = first.exposed_us + line.exposed_us
+            cells = (*first.cells[:7], duration(total) if total else "", first.cells[8])
+            found[key] = Line(cells, first.layer, total, first.count + 1)
+    return list(found.values())
+
+
+def _table(lines: Sequence[Line]) -> str:
+    rows = [HEAD, *((*line.cells[:1], _times(line), *line.cells[2:]) for line in lines)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    text = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(text) + "\n"
+
+
+def _times(line: Line) -> str:
+    return line.cells[1] if line.count == 1 else f"{line.cells[1]} and {line.count - 1} like it"
