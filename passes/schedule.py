@@ -61,6 +61,20 @@ def schedule(graph: fx.Graph, us: Cost | None = None, window_bytes: int | None =
     return graph
 
 
+def default_window(graph: fx.Graph) -> int:
+    """Bytes that the two stretches need that need most."""
+    return _two_largest(lay_out(graph)[1])
+
+
+def _two_largest(flights: Sequence[Flight]) -> int:
+    needs: Counter[int] = Counter()
+    claims = _claims(flights)
+    for flight in flights:
+        if flight.climbs and not _goes_on(flight):
+            needs[flight.due] += claims[flight]
+    return sum(size for _, size in needs.most_common(2))
+
+
 # What there is to order
 
 
@@ -207,7 +221,7 @@ class Lanes:
         self.begin_us = [0.0, *accumulate(self.takes_us)]
         """of each stretch, were there no hops"""
         self.rest_us, self.claims = _rest(flights, self.us), _claims(flights)
-        self.window_bytes = _two_largest(flights, self.claims) if window_bytes is None else window_bytes
+        self.window_bytes = _two_largest(flights) if window_bytes is None else window_bytes
         self.now_us, self.border = 0.0, 0
         self.free_us: dict[str, float] = {flight.axis: 0.0 for flight in flights}
         """when a lane has ended what it has"""
@@ -335,15 +349,6 @@ class Lanes:
 def _goes_on(flight: Flight) -> bool:
     """A later hop of a chain of gathers."""
     return any(f.climbs for f in flight.after)
-
-
-def _two_largest(flights: Sequence[Flight], claims: dict[Flight, int]) -> int:
-    """Bytes that the two stretches need that need most."""
-    needs: Counter[int] = Counter()
-    for flight in flights:
-        if flight.climbs and not _goes_on(flight):
-            needs[flight.due] += claims[flight]
-    return sum(size for _, size in needs.most_common(2))
 
 
 def _rest(flights: Sequence[Flight], us: Cost) -> dict[Flight, float]:

@@ -34,7 +34,6 @@ from shardc.plan import Plan
 from shardc.program import Program
 from shardc.runner import Runner
 from shardc.step import Runtime, Sharded, Step
-from shardc.topology import Topology
 from shardc.weights import Source, load
 
 
@@ -43,7 +42,7 @@ def build(
     inputs: Sequence[Any],
     names: Mapping[int, str],
     params: Mapping[str, Param],
-    topology: Topology,
+    plan: Plan,
     run: Runner,
     orders: Orders,
 ) -> Program:
@@ -57,7 +56,7 @@ def build(
     run("verify", verify, layouts, joint=joint)
     halves = run("partition", partition if captured.trains else forward_only, joint, captured.params)
     run("verify", verify, layouts, forward=halves[0], backward=halves[1])
-    return Program(captured, own, params, topology, halves, run, orders)
+    return Program(captured, own, params, plan, halves, run, orders)
 
 
 def decompose(graph: fx.Graph) -> fx.Graph:
@@ -109,7 +108,7 @@ def compile(
     say = progress or _to_stderr
     lowering = Lowering(backend, _groups(mesh, plan, device), say)
     runtime = Runtime(sharded, lowering, replaced={id(p): weakref.ref(p) for p in parameters.values()})
-    compiler = Compiler(model, type(model).forward, params, plan.topology, runtime, dynamic, timeout_s, say)
+    compiler = Compiler(model, type(model).forward, params, plan, runtime, dynamic, timeout_s, say)
     model = adopt(model, runtime, compiler)
     if weights is not None:
         load(model, weights, progress=progress is None)
@@ -128,7 +127,7 @@ class Compiler:
     forward: Callable[..., Any]
     """the user's, of the model's class"""
     params: dict[str, Param]
-    topology: Topology
+    plan: Plan
     runtime: Runtime
     dynamic: bool
     timeout_s: float
@@ -184,7 +183,7 @@ class Compiler:
         check_inputs(self.model, inputs, self.hollows)
         names = self.hollows | {id(b): name for name, b in self.model.named_buffers()}
         with paused_gc(), _torch.lazy_code():
-            program = build(module, inputs, names, self.params, self.topology, Runner(self.progress), self.orders)
+            program = build(module, inputs, names, self.params, self.plan, Runner(self.progress), self.orders)
             program.settle()
         self.runtime.programs.append(program)
         return Step(self.runtime, program)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -60,6 +61,7 @@ class Options(TypedDict, total=False):
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     reduce: Literal["mean", "sum"]
+    memory_limit: int | str | None
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -70,7 +72,10 @@ class Plan:
     unless given. An override holds any of the four states; later matching patterns win, and an `after_forward`
     that it does not name is clamped to its `params`. `param_dtype` is what compute and the gathers use,
     `reduce_dtype` what gradients travel in (None: `param_dtype`, and without that the parameter's own dtype).
-    `reduce` is what gradients are over all ranks. Raises `Error` for an illegal row, naming the rule.
+    `reduce` is what gradients are over all ranks. `memory_limit` is what one rank may hold at the peak of a step, in
+    bytes or as "80GB" or "74.5GiB": less is gathered ahead where that is needed to stay below, and compiling raises
+    `Error` where it is not enough (with two values of optimizer state for each element, as Adam has). Raises `Error`
+    for an illegal row, naming the rule.
     """
 
     topology: Topology
@@ -82,6 +87,7 @@ class Plan:
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     reduce: Literal["mean", "sum"]
+    memory_limit: int | None
 
     def __init__(
         self,
@@ -95,6 +101,7 @@ class Plan:
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         reduce: Literal["mean", "sum"] = "mean",
+        memory_limit: int | str | None = None,
     ):
         after_forward = params if after_forward is None else after_forward
         specs = zip(STATES, (params, after_forward, grads, optim), strict=True)
@@ -103,7 +110,10 @@ class Plan:
         _check_options(param_dtype, reduce_dtype, reduce)
         changes = _normalised(topology, overrides)
         dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-        fields = dict(topology=topology, **row._asdict(), overrides=changes, **dtypes, reduce=reduce)
+        limit = _memory_limit(memory_limit)
+        fields = dict(
+            topology=topology, **row._asdict(), overrides=changes, **dtypes, reduce=reduce, memory_limit=limit
+        )
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         for pattern, change in changes:
@@ -193,6 +203,7 @@ class Plan:
             "overrides": [[pattern, {state: named(rung) for state, rung in row}] for pattern, row in self.overrides],
             **{key: _dtype_name(getattr(self, key)) for key in DTYPES},
             "reduce": self.reduce,
+            "memory_limit": self.memory_limit,
         }
         return json.dumps(saved, indent=2)
 
@@ -226,6 +237,7 @@ class Plan:
             given.append(f"overrides={rows!r}")
         given += [f"{key}={getattr(self, key)}" for key in DTYPES if getattr(self, key)]
         given += [f"reduce={self.reduce!r}"] * (self.reduce != "mean")
+        given += [f"memory_limit={self.memory_limit}"] * (self.memory_limit is not None)
         return f"Plan({self.topology!r}, {', '.join(given)})"
 
     def __str__(self) -> str:
@@ -234,6 +246,7 @@ class Plan:
         names = {key: _dtype_name(getattr(self, key)) for key in DTYPES}
         text += "".join(f", {key} {name}" for key, name in names.items() if name)
         text += ", gradients summed" * (self.reduce == "sum")
+        text += f", at most {_mib(self.memory_limit)} MiB a rank" if self.memory_limit is not None else ""
         return text + (f", {_counted(len(self.overrides), 'override')}" if self.overrides else "")
 
     @classmethod
@@ -388,6 +401,19 @@ def _check_options(param_dtype: object, reduce_dtype: object, reduce: object) ->
         raise Error(f"reduce is {reduce!r}", fix="'mean' or 'sum' of the gradients over all ranks")
 
 
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def _memory_limit(limit: object) -> int | None:
+    """In bytes."""
+    if isinstance(limit, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B)\s*", limit, re.IGNORECASE)
+        limit = int(float(match[1]) * _UNITS[match[2].upper()]) if match else limit
+    if limit is not None and not (type(limit) is int and limit > 0):
+        raise Error(f"memory_limit is {limit!r}", fix="bytes, or a text such as '80GB' or '74.5GiB', or None")
+    return limit
+
+
 def _normalised(topology: Topology, overrides: Any) -> tuple[tuple[str, Changes], ...]:
     try:
         rows = [(pattern, dict(changes)) for pattern, changes in dict(overrides or {}).items()]
@@ -473,7 +499,7 @@ def _parsed(text: str) -> dict[str, Any]:
         raise Error(f"not JSON: {error}", fix=_SAVE) from error
     if not isinstance(saved, dict):
         raise Error(f"a JSON {type(saved).__name__} where an object is expected", fix=_SAVE)
-    known = ("topology", *STATES, "overrides", *DTYPES, "reduce")
+    known = ("topology", *STATES, "overrides", *DTYPES, "reduce", "memory_limit")
     for key in saved:
         if key not in known:
             raise Error(f"unknown key {key!r}", fix=_did_you_mean(key, known))

@@ -25,11 +25,13 @@ from passes.order import Order, Orders, align, collective_order
 from passes.refresh import refresh
 from passes.regions import Region, regions
 from passes.relay import relay
-from passes.schedule import schedule
+from passes.schedule import default_window, schedule
 from passes.sync import sync
 from passes.text import to_text
 from passes.verify import verify
 from shardc.capture import Captured
+from shardc.footprint import footprint
+from shardc.plan import Plan
 from shardc.runner import Runner
 from shardc.times import times_us
 from shardc.topology import Topology
@@ -59,13 +61,19 @@ class Program:
     """by placeholder name"""
     registered: Mapping[str, Param]
     """all of the model's, used or not, by name, in the order in which it registers them"""
-    topology: Topology
+    plan: Plan
     halves: tuple[fx.Graph, fx.Graph | None]
     """forward and backward as they were partitioned; every variant starts from a copy of one"""
     run: Runner
     orders: Orders = field(default_factory=Orders)
     """what the ranks agreed on"""
     made: dict[Variant, fx.Graph] = field(default_factory=dict)
+    window: float = 1.0
+    """of what the schedule would like to gather ahead, the part that it may"""
+
+    @property
+    def topology(self) -> Topology:
+        return self.plan.topology
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
@@ -149,16 +157,31 @@ class Program:
         graph = self.run("bucket", bucket, graph, list(self.registered), order)
         graph = self.run("relay", relay, graph)
         us = times_us(graph, self.topology).__getitem__ if self.topology.links else None
-        return self.run("schedule", schedule, graph, us)
+        window_bytes = None if self.window == 1.0 else int(self.window * default_window(graph))
+        return self.run("schedule", schedule, graph, us, window_bytes)
 
     def settle(self) -> None:
         """Has all ranks agree on the orders of this program, unless an earlier program's cover it: makes the variations
         that have all hops; the others follow these. All ranks call it together."""
         forward, backward = self.halves
+        if self.plan.memory_limit is not None:
+            self.fit(self.plan.memory_limit)
         if self.orders.find("forward", forward) is None:
             self.refreshed()
         if backward is not None and self.orders.find("backward", backward) is None:
             self.variation(synced=True, accumulated={})
+
+    def fit(self, limit_bytes: int) -> None:
+        """Takes the largest window with which no step of one or of two micro-batches needs more than a limit. Raises
+        `Error` with what lives at the peak where there is none."""
+        steps = [self.step(1), self.step(2)]
+        for self.window in (1.0, 0.5, 0.25, 0.0):
+            graphs = {variant: self._scheduled(self.draft(variant)) for variant in {v for step in steps for v in step}}
+            found = [footprint(self, [(variant, graphs[variant]) for variant in step]) for step in steps]
+            worst = max(found, key=lambda it: it.peak.bytes)
+            if worst.peak.bytes <= limit_bytes:
+                return
+        worst.check(limit_bytes)
 
     def after(self, stage: str) -> tuple[fx.Graph, ...]:
         """The graphs as they stood after a stage: one joint graph after `capture`, `decompose` and `insert`; forward

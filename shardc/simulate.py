@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import inf
 
 from torch import fx
 
@@ -20,8 +20,8 @@ from passes import ops
 from passes.accumulate import PREFIX
 from passes.build import outputs, placeholders
 from passes.errors import Error
-from passes.memory import Life, levels_of, lives
 from passes.regions import blocks
+from shardc.footprint import footprint
 from shardc.program import Program, Variant
 from shardc.timeline import COMPUTE, Bound, Event, Timeline, label
 from shardc.times import sent_us, times_us
@@ -45,16 +45,21 @@ def simulate(
             f"The program is for {program.topology}, not for {topology}.",
             fix="Trace it with a plan for the topology that is meant.",
         )
-    variants = program.step(micro_batches)
+    calls = [(variant, program.graph(variant)) for variant in program.step(micro_batches)]
+    times = {variant: times_us(graph, topology) for variant, graph in dict(calls).items()}
     clock = Clock()
-    graphs = {variant: program.graph(variant) for variant in variants}
-    times = {variant: times_us(graph, topology) for variant, graph in graphs.items()}
-    for i, variant in enumerate(variants):
-        clock.run(graphs[variant], times[variant], _name(variant, i, program, micro_batches))
-    rest = rest_bytes(program, optimizer_states)
-    memory, peak = _memory(program, variants, clock.began, rest)
-    bound = bound_of(program, topology, variants)
-    return Timeline(tuple(sorted(clock.events, key=lambda e: e.start_us)), clock.now_us, bound, memory, rest, peak)
+    for i, (variant, graph) in enumerate(calls):
+        clock.run(graph, times[variant], _name(variant, i, program, micro_batches))
+    held = footprint(program, calls, optimizer_states)
+    points = (point for call in zip(clock.began, held.levels, strict=True) for point in zip(*call, strict=True))
+    return Timeline(
+        tuple(sorted(clock.events, key=lambda e: e.start_us)),
+        clock.now_us,
+        bound_of(program, topology, [variant for variant, _ in calls]),
+        (*_changes(points), (clock.now_us, held.end_bytes)),
+        held.rest_bytes,
+        held.peak,
+    )
 
 
 def _name(variant: Variant, index: int, program: Program, micro_batches: int) -> str:
@@ -129,77 +134,6 @@ class Clock:
             self.events.append(Event(COMPUTE, block or "model", graph, begin_us, self.now_us))
 
 
-# Memory
-
-
-def rest_bytes(program: Program, optimizer_states: int) -> int:
-    """Master parameters and optimizer state of the whole model on one rank."""
-    return sum(
-        prod(p.layout.rung_shape(p.layout.optim))
-        * p.master_dtype.itemsize
-        * (1 + optimizer_states * p.layout.trainable)
-        for p in program.registered.values()
-    )
-
-
-def _memory(
-    program: Program, variants: Sequence[Variant], began: Sequence[list[float]], rest: int
-) -> tuple[tuple[tuple[float, int], ...], str]:
-    """(microseconds, bytes) where it changes, and the node at the peak. Between calls live the inputs, copies, sums of
-    gradients, and what a forward hands to its backward."""
-    points: list[tuple[float, int]] = [(0.0, rest)]
-    peak, peak_node = rest, "rest"
-    copies_bytes = gradient_bytes = 0
-    apart: set[int] = set()
-    """which saved values live anyway"""
-    for variant, times in zip(variants, began, strict=True):
-        graph = program.graph(variant)
-        given_up = _given_up(graph, apart) if variant.half == "backward" else set()
-        found = [life for life in lives(graph, given_up) if life.node in given_up or life.node.op == "call_function"]
-        kept = rest + _inputs_bytes(program) + copies_bytes + (0 if variant.accumulated else gradient_bytes)
-        levels = [kept + level for level in levels_of(found, len(times))]
-        points += zip(times, levels, strict=True)
-        if max(levels) > peak:
-            peak = max(levels)
-            peak_node = _described(list(graph.nodes)[levels.index(peak)], variant)
-        if variant.half == "backward":
-            gradient_bytes = _bytes_of(found, outputs(graph).values())
-        else:
-            _, saved, copies = (*outputs(graph), {})[:3]
-            copies_bytes = _bytes_of(found, copies.values()) or copies_bytes
-            apart = _living_anyway(found, saved, copies.values())
-    end = (points[-1][0], rest + copies_bytes + gradient_bytes)
-    return (*_changes(points), end), peak_node
-
-
-def _given_up(graph: fx.Graph, apart: set[int]) -> set[fx.Node]:
-    """Placeholders of a backward that nobody else holds."""
-    return {node for i, node in enumerate(placeholders(graph).values()) if i not in apart}
-
-
-def _living_anyway(found: Iterable[Life], saved: Sequence[object], copies: Iterable[fx.Node]) -> set[int]:
-    """Saved values that are inputs of the forward, or copies that are kept."""
-    kept = set(copies)
-    made = {node for life in found if not kept & life.values for node in life.values}
-    return {i for i, node in enumerate(saved) if node not in made}
-
-
-def _bytes_of(found: Iterable[Life], nodes: Iterable[object]) -> int:
-    wanted = set(nodes)
-    return sum(life.bytes for life in found if wanted & life.values)
-
-
-def _inputs_bytes(program: Program) -> int:
-    """Of what the user passes, and buffers."""
-    own = [node for name, node in placeholders(program.halves[0]).items() if name not in program.params]
-    return sum(life.bytes for life in lives(program.halves[0]) if life.node in own)
-
-
-def _described(node: fx.Node, variant: Variant) -> str:
-    module = node.meta.get("module") or "the model's own code"
-    return f"{node.name} of the {variant.half} ({module})"
-
-
 def _changes(points: Iterable[tuple[float, int]]) -> Iterator[tuple[float, int]]:
     """The largest level of each moment, where it is another one than before."""
     most: dict[float, int] = {}
@@ -228,7 +162,7 @@ class _Job:
     """of the longest chain that follows"""
 
 
-def bound_of(program: Program, topology: Topology, variants: Sequence[Variant]) -> Bound:
+def bound_of(program: Program, topology: Topology, variants: Iterable[Variant]) -> Bound:
     """Of a step that makes these calls."""
     step = _Step(program, topology)
     for variant in variants:

@@ -110,7 +110,7 @@ class Sharded:
         self.accumulator = value.to(accumulator_dtype(self.param))
 
     def take(self) -> torch.Tensor | None:
-        """What has accumulated, handed over to a backward that syncs it; `.grad` is what was synced before."""
+        """What has accumulated, handed over to a backward that adds to it; `.grad` is what was synced before."""
         value, self.tensor.grad = self.accumulator, self.synced_grad
         self.clear()
         return value
@@ -140,8 +140,11 @@ class Runtime:
         return memo.setdefault(id(self), Runtime(params, self.lowering, syncing=self.syncing))
 
     def mark_stale(self) -> None:
-        """The next forward refreshes."""
-        self.stale.update(name for name, p in self.params.items() if p.param.has_copy)
+        """The next forward refreshes; until then copies need no room."""
+        for name, p in self.params.items():
+            if p.param.has_copy:
+                p.copy = None
+                self.stale.add(name)
 
     def notice_updates(self) -> None:
         """Updates written by hand, in whatever form."""
@@ -305,10 +308,8 @@ class Step:
         runtime.notice_cleared()
         waiting = self._waiting(synced)
         run = self._backward(synced, waiting)
-        accumulators = [p.take() if synced else p.accumulator for p in waiting.values()]
-        args = [*saved, *self._as_traced(tangents), *accumulators]
+        args = [*saved, *self._as_traced(tangents), *(p.take() for p in waiting.values())]
         saved.clear()
-        del accumulators
         grads = run(args)
         if synced:
             runtime.mark_stale()

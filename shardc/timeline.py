@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from passes import ops
+from shardc.footprint import Peak
 
 COMPUTE = "compute"
 
@@ -75,12 +76,11 @@ class Timeline:
     """(microseconds, bytes of all that lives from then on), where it changes"""
     rest_bytes: int
     """of memory, what lives before and after the step too: master parameters and optimizer state"""
-    peak_node: str
-    """while which most bytes live, with its module"""
+    peak: Peak
 
     @property
     def peak_bytes(self) -> int:
-        return max(size for _, size in self.memory)
+        return self.peak.bytes
 
     @property
     def exposed_us(self) -> float:
@@ -116,8 +116,9 @@ class Timeline:
         yield f"bound     {duration(self.bound.us)} ({self.bound.by}); bound/step {self.bound.us / self.step_us:.3f}"
         used = self.utilisation
         yield f"lanes     {', '.join(f'{lane} {used[lane]:.0%} busy' for lane in self.lanes)}"
-        rest = f"{size(self.rest_bytes)} master parameters and optimizer state"
-        yield f"memory    {size(self.peak_bytes)} at {self.peak_node}; {rest}"
+        kinds = sorted(self.peak.by_kind.items(), key=lambda item: -item[1])
+        yield f"memory    {size(self.peak_bytes)} at {self.peak.where}"
+        yield f"          {', '.join(f'{kind} {size(held)}' for kind, held in kinds)}"
         for name, us in list(self.exposed.items())[:5]:
             yield f"exposed   {duration(us):>10}  {name}"
 
@@ -249,7 +250,7 @@ class _Picture:
         rest = bottom - it.rest_bytes * factor
         yield f'<line x1="{self.LEFT}" x2="{self.x(it.step_us):.2f}" y1="{rest}" y2="{rest}" stroke="#7e93a8"/>'
         yield f'<text x="8" y="{bottom - self.CURVE + 28}">memory</text>'
-        peak = f"peak {size(it.peak_bytes)}: {escape(it.peak_node)}"
+        peak = f"peak {size(it.peak_bytes)}: {escape(it.peak.where)}"
         yield f'<text x="{self.LEFT + 4}" y="{bottom - self.CURVE + 16}">{peak}</text>'
 
     def ticks(self) -> Iterator[str]:

@@ -46,7 +46,10 @@ def trace(
 
     def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         with paused_gc(), _torch.lazy_code():
-            found.append(build(module, inputs, names, params, plan.topology, runner, Orders()))
+            program = build(module, inputs, names, params, plan, runner, Orders())
+            if plan.memory_limit is not None:
+                program.fit(plan.memory_limit)
+            found.append(program)
         return _leave
 
     stand_ins = hollows(plan, parameters, torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -150,8 +151,8 @@ def test_memory_starts_and_ends_with_what_rests_and_peaks_above_it() -> None:
     assert it.rest_bytes == 3 * piece
     assert it.memory[0][1] >= it.rest_bytes
     assert it.memory[-1][1] == it.rest_bytes + piece  # the gradients
-    assert it.peak_bytes == max(b for _, b in it.memory) > it.rest_bytes + piece
-    assert "layers." in it.peak_node
+    assert it.peak_bytes == max(b for _, b in it.memory) == sum(it.peak.by_kind.values()) > it.rest_bytes + piece
+    assert "layers." in it.peak.where
 
 
 def test_unsynced_micro_batches_keep_their_sums() -> None:
@@ -159,6 +160,51 @@ def test_unsynced_micro_batches_keep_their_sums() -> None:
     it = timeline("ddp", 2)
     second_us = min(e.start_us for e in it.events if e.graph == "forward 1")
     assert min(held for us, held in it.memory if us >= second_us) >= it.rest_bytes + full
+
+
+# A limit of memory
+
+
+def limited(plan: str, limit: int | str) -> Program:
+    it = PLANS[plan]
+    tight = shardc.Plan(it.topology, params=it.params, grads=it.grads, optim=it.optim, memory_limit=limit)
+    return shardc.trace(Blocks(), tight, torch.empty(32, 64), keep=False)
+
+
+def test_with_room_to_spare_a_limit_changes_nothing() -> None:
+    assert limited("zero3", "1GB").window == 1.0
+
+
+def test_less_is_gathered_ahead_to_stay_below_a_limit() -> None:
+    free = timeline("zero3").peak_bytes
+    program = limited("zero3", free - 1)
+    assert program.window < 1.0
+    assert simulate(program).peak_bytes < free
+
+
+def test_a_limit_that_cannot_be_met_names_the_peak_what_lives_there_and_what_to_move() -> None:
+    with pytest.raises(Error) as error:
+        limited("ddp", "100KB")
+    text = str(error.value)
+    assert "memory_limit is 0.1 MiB" in text
+    assert re.search(r"master parameters and optimizer state 0\.\d MiB", text)
+    assert re.search(r"at: \w+ of the (forward|backward) \(", text)
+    assert "fix: Most are master parameters and optimizer state: shard `optim` over more axes." in text
+
+
+@pytest.mark.parametrize(
+    ("limit", "size_bytes"), [(5, 5), ("2GB", 2 * 10**9), ("1.5 GiB", 3 << 29), ("10mb", 10**7), (None, None)]
+)
+def test_limits_are_bytes_or_texts(limit: int | str | None, size_bytes: int | None) -> None:
+    plan = shardc.Plan(TOPOLOGY, memory_limit=limit)
+    assert plan.memory_limit == size_bytes
+    assert shardc.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("limit", ["80", "GB", 0, -1, 2.5, True])
+def test_other_limits_are_refused(limit: object) -> None:
+    with pytest.raises(Error, match="memory_limit is"):
+        shardc.Plan(TOPOLOGY, memory_limit=limit)  # type: ignore[arg-type]
 
 
 # What is written

@@ -70,12 +70,12 @@ def measure(plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
     held = model._shardc.params.values()
     # One that is on the optim rung is `.grad` in waiting, and its place is counted there.
     measured = {"accumulators": storages(p.accumulator for p in held if not p.param.grad_is_accumulator)}
+    measured["copies"] = storages(p.copy for p in held)
     model(x, y).backward()
     measured["grads"] = storages(p.grad for p in model.parameters())
     optimizer.step()
     measured["master"] = storages(model.parameters())
     measured["optimizer"] = storages(v for state in optimizer.state.values() for k, v in state.items() if k != "step")
-    measured["copies"] = storages(p.copy for p in held)
     return largest(measured), state_bytes(plan, named)
 
 

@@ -1,0 +1,190 @@
+"""Footprint: the bytes that one rank holds in the course of an optimizer step, node by node, and what they are.
+
+Master parameters and optimizer state rest all the time; so do, between the calls of a step, inputs, compute copies,
+sums of gradients, and what a forward saves for its backward. The rest is made by the graphs, and counted by storage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from passes import ops
+from passes.build import outputs, placeholders
+from passes.errors import Error
+from passes.memory import Life, levels_of, lives
+
+if TYPE_CHECKING:
+    from shardc.program import Program, Variant
+
+MASTER = "master parameters and optimizer state"
+COPIES = "compute copies"
+SHARDS = "shards between forward and backward"
+GATHERED = "gathered parameters"
+GRADIENTS = "gradients"
+ACTIVATIONS = "activations"
+
+REMEDIES = {
+    MASTER: "shard `optim` over more axes",
+    COPIES: "shard `params` over more axes",
+    SHARDS: "shard `after_forward` over more axes",
+    GRADIENTS: "shard `grads` over more axes",
+    GATHERED: "break the block that needs so many parameters at once into smaller ones",
+    ACTIVATIONS: "take a smaller batch, or checkpoint blocks (torch.utils.checkpoint)",
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of most bytes."""
+
+    bytes: int
+    where: str
+    """the node, the call that it is of, and its module"""
+    by_kind: dict[str, int]
+    largest: tuple[str, ...]
+    """values that live then, largest first"""
+
+
+@dataclass
+class Footprint:
+    """Of one step."""
+
+    rest_bytes: int
+    """of master parameters and optimizer state"""
+    levels: list[list[int]] = field(default_factory=list)
+    """of each call: bytes while each node runs"""
+    peak: Peak = field(default_factory=lambda: Peak(0, "", {}, ()))
+    end_bytes: int = 0
+    """when the last call is over"""
+
+    def check(self, limit_bytes: int) -> None:
+        """Raises `Error` where the peak is above a limit."""
+        peak = self.peak
+        if peak.bytes > limit_bytes:
+            kinds = sorted(peak.by_kind, key=lambda kind: -peak.by_kind[kind])
+            held = ", ".join(f"{kind} {_mib(peak.by_kind[kind])}" for kind in kinds)
+            raise Error(
+                f"A step needs {_mib(peak.bytes)} a rank, memory_limit is {_mib(limit_bytes)}: {held}. "
+                f"Largest values: {', '.join(peak.largest)}.",
+                where=peak.where,
+                fix=f"Most are {kinds[0]}: {REMEDIES[kinds[0]]}. Nothing is gathered ahead of its use already.",
+            )
+
+
+def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optimizer_states: int = 2) -> Footprint:
+    """Of a step that makes these calls in order. `optimizer_states` is how many values the optimizer keeps for each
+    element of a trained parameter (2 for Adam)."""
+    found = Footprint(_rest_bytes(program, optimizer_states))
+    inputs_bytes = _inputs_bytes(program)
+    copies_bytes = gradient_bytes = 0
+    saved = _Saved()
+    for variant, graph in calls:
+        given_up = saved.given_up(graph) if variant.half == "backward" else set()
+        living = [life for life in lives(graph, given_up) if life.node in given_up or life.node.op == "call_function"]
+        kept = Counter({MASTER: found.rest_bytes, COPIES: copies_bytes, ACTIVATIONS: inputs_bytes})
+        kept[GRADIENTS] = 0 if variant.accumulated else gradient_bytes
+        levels = [kept.total() + level for level in levels_of(living, len(graph.nodes))]
+        found.levels.append(levels)
+        kinds = _kinds(graph, variant, saved)
+        if max(levels) > found.peak.bytes:
+            found.peak = _peak(graph, variant, living, levels, kept, kinds)
+        if variant.half == "backward":
+            gradient_bytes = _bytes_of(living, outputs(graph).values())
+        else:
+            _, taken, copies = (*outputs(graph), {})[:3]
+            copies_bytes = _bytes_of(living, copies.values()) or copies_bytes
+            saved = _Saved.of(taken, living, set(copies.values()), kinds)
+    found.end_bytes = found.rest_bytes + copies_bytes + gradient_bytes
+    return found
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What a forward hands to its backward, by position."""
+
+    held: frozenset[int] = frozenset()
+    """inputs of the forward, and copies that are kept: they live anyway"""
+    shards: frozenset[int] = frozenset()
+    """parts of parameters"""
+
+    @classmethod
+    def of(
+        cls, taken: Sequence[object], living: Iterable[Life], copies: Collection[fx.Node], kinds: dict[fx.Node, str]
+    ) -> _Saved:
+        made = {node for life in living if life.values.isdisjoint(copies) for node in life.values}
+        held = frozenset(i for i, node in enumerate(taken) if node not in made)
+        return cls(held, frozenset(i for i, node in enumerate(taken) if kinds.get(node) == GATHERED))
+
+    def given_up(self, graph: fx.Graph) -> set[fx.Node]:
+        """Placeholders of a backward that nobody else holds."""
+        return {node for i, node in enumerate(placeholders(graph).values()) if i not in self.held}
+
+
+def _kinds(graph: fx.Graph, variant: Variant, saved: _Saved) -> dict[fx.Node, str]:
+    """What the values of a graph are; activations, if nothing else."""
+    kinds: dict[fx.Node, str] = {}
+    sums = {f"accumulator_{name}" for name, _ in variant.accumulated}
+    if variant.half == "backward":
+        for i, node in enumerate(placeholders(graph).values()):
+            if i in saved.shards or node.name in sums:
+                kinds[node] = SHARDS if i in saved.shards else GRADIENTS
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if ops.is_start(node):
+            kinds[node] = GATHERED if ops.hop(node).kind == "all_gather" else GRADIENTS
+        elif node.op == "call_function" and inputs and all(kinds.get(n) == GATHERED for n in inputs):
+            kinds[node] = GATHERED
+        elif any(kinds.get(n) == GRADIENTS for n in inputs) or any(
+            ops.is_start(user) and ops.hop(user).kind != "all_gather" for user in node.users
+        ):
+            kinds[node] = GRADIENTS
+    return kinds
+
+
+def _peak(
+    graph: fx.Graph,
+    variant: Variant,
+    living: Iterable[Life],
+    levels: Sequence[int],
+    kept: Counter[str],
+    kinds: dict[fx.Node, str],
+) -> Peak:
+    at = levels.index(max(levels))
+    node = list(graph.nodes)[at]
+    there = sorted((life for life in living if life.birth <= at <= life.death), key=lambda life: -life.bytes)
+    by_kind = kept.copy()
+    for life in there:
+        by_kind[next((kinds[n] for n in life.values if n in kinds), ACTIVATIONS)] += life.bytes
+    where = f"{node.name} of the {variant.half} ({node.meta.get('module') or 'the model itself'})"
+    largest = tuple(f"{life.node.name} {_mib(life.bytes)}" for life in there[:5])
+    return Peak(levels[at], where, {kind: size for kind, size in by_kind.items() if size}, largest)
+
+
+def _rest_bytes(program: Program, optimizer_states: int) -> int:
+    total = 0
+    for param in program.registered.values():
+        layout = param.layout
+        values = 1 + optimizer_states * layout.trainable
+        total += prod(layout.rung_shape(layout.optim)) * param.master_dtype.itemsize * values
+    return total
+
+
+def _inputs_bytes(program: Program) -> int:
+    """Of what the user passes, and buffers."""
+    own = [node for name, node in placeholders(program.halves[0]).items() if name not in program.params]
+    return sum(life.bytes for life in lives(program.halves[0]) if life.node in own)
+
+
+def _bytes_of(living: Iterable[Life], nodes: Iterable[object]) -> int:
+    wanted = set(nodes)
+    return sum(life.bytes for life in living if not life.values.isdisjoint(wanted))
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.1f} MiB"
