@@ -35,14 +35,15 @@ chain pass it on as it is (gathers multiply the rows, reduce-scatters divide the
 ordinary ops that a compiler fuses with casts. Parameters are packed in the order in which the model registers them.
 
 What is together is read from the order of compute: gathers and refreshes whose parameters are first needed in one
-stretch of a repeated block, reduces and syncs whose gradients are made in one. Or it is what the ranks agreed on
-(`passes.order`), where a graph was traced for shapes of its own.
+stretch of a repeated block, reduces and syncs whose gradients are made in one, as far as that pays: a large parameter
+that is gathered on its own needs no copies. Or it is what the ranks agreed on (`passes.order`), where a graph was
+traced for shapes of its own.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -57,13 +58,17 @@ from passes.regions import blocks
 
 aten = torch.ops.aten
 
+Pays = Callable[[fx.Node], bool]
 
-def bucket(graph: fx.Graph, names: Sequence[str], order: Sequence[ops.Hop] | None = None) -> fx.Graph:
+
+def bucket(
+    graph: fx.Graph, names: Sequence[str], order: Sequence[ops.Hop] | None = None, pays: Pays = lambda start: True
+) -> fx.Graph:
     """`names` are the parameters in the order in which the model registers them, `order` the one that the ranks agreed
-    on, of buckets. Edits in place."""
+    on, of buckets; `pays` says of a hop whether it is worth its copies to be in one. Edits in place."""
     mode = fake_mode(graph)
     packed: dict[fx.Node, Piece] = {}
-    for starts in choose_buckets(graph, names) if order is None else agreed_buckets(graph, order):
+    for starts in choose_buckets(graph, names, pays) if order is None else agreed_buckets(graph, order):
         merge(graph, starts, Writer(graph, mode), packed)
     stuck = sort(graph)
     if stuck:
@@ -79,12 +84,12 @@ def agreed_buckets(graph: fx.Graph, order: Sequence[ops.Hop]) -> list[list[fx.No
     return [group for group in groups if len(group) > 1]
 
 
-def choose_buckets(graph: fx.Graph, names: Sequence[str]) -> list[list[fx.Node]]:
+def choose_buckets(graph: fx.Graph, names: Sequence[str], pays: Pays = lambda start: True) -> list[list[fx.Node]]:
     """The starts of each bucket of more than one, in the order of the graph."""
     place = {name: i for i, name in enumerate(names)}
     stretch = _stretches(graph)
     groups: dict[tuple[object, ...], list[fx.Node]] = {}
-    for start in ops.hops(graph):
+    for start in filter(pays, ops.hops(graph)):
         hop, value = ops.hop(start), start.args[0].meta["val"]
         key = (hop.kind, hop.axis, hop.purpose, hop.again, value.dtype, stretch[start])
         groups.setdefault(key, []).append(start)

@@ -33,7 +33,7 @@ from shardc.capture import Captured
 from shardc.footprint import footprint
 from shardc.plan import Plan
 from shardc.runner import Runner
-from shardc.times import times_us
+from shardc.times import Merging, times_us
 from shardc.topology import Topology
 
 
@@ -154,11 +154,15 @@ class Program:
         return align(self._scheduled(graph, order), order)
 
     def _scheduled(self, graph: fx.Graph, order: Order | None = None) -> fx.Graph:
-        graph = self.run("bucket", bucket, graph, list(self.registered), order)
+        graph = self.run("bucket", self._bucketed, graph, order)
         graph = self.run("relay", relay, graph)
         us = times_us(graph, self.topology).__getitem__ if self.topology.links else None
         window_bytes = None if self.window == 1.0 else int(self.window * default_window(graph))
         return self.run("schedule", schedule, graph, us, window_bytes)
+
+    def _bucketed(self, graph: fx.Graph, order: Order | None = None) -> fx.Graph:
+        pays = {"pays": Merging.of(graph, self.topology).pays} if self.topology.links else {}
+        return bucket(graph, list(self.registered), order, **pays)
 
     def settle(self) -> None:
         """Has all ranks agree on the orders of this program, unless an earlier program's cover it: makes the variations
@@ -187,7 +191,7 @@ class Program:
         """The graphs as they stood after a stage: one joint graph after `capture`, `decompose` and `insert`; forward
         and backward after `partition`, `bucket`, `schedule` and `regions`."""
         if stage == "bucket":
-            return tuple(bucket(copy(half), list(self.registered)) for half in self.halves if half is not None)
+            return tuple(self._bucketed(copy(half)) for half in self.halves if half is not None)
         if stage == "schedule":
             return self.forward, *([self.backward] if self.backward else [])
         if stage == "regions":

@@ -7,7 +7,9 @@ for others than fused ops.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
@@ -48,6 +50,54 @@ def sent_us(start: fx.Node, topology: Topology) -> float:
     hop, sent_bytes = ops.hop(start), ops.moved_bytes(start)
     links = [topology.link(axis) for axis in hop.axis.split("+")]
     return links[0].sent_us(hop.kind, sent_bytes) if len(links) == 1 else _flat_us(hop, sent_bytes, topology)
+
+
+@dataclass(frozen=True)
+class Merging:
+    """Whether a hop of a graph, in a bucket with others, saves more than it costs: latencies of its chain, against what
+    is copied into the bucket and out of it.
+
+    Copies hold up compute, always; latencies do so where a lane has as much to do as compute has. Below that most of
+    them are hidden, and count by the fourth power of the load. What is written just before a hop fuses with copy-in, so
+    that gradients cost nothing.
+    """
+
+    topology: Topology
+    load: float
+    """of the busiest lane, were nothing merged, as a part of compute"""
+
+    @classmethod
+    def of(cls, graph: fx.Graph, topology: Topology) -> Merging:
+        us = times_us(graph, topology)
+        lanes: Counter[str] = Counter()
+        for node, takes_us in us.items():
+            lanes[ops.hop(node).axis if ops.is_start(node) else ""] += takes_us  # type: ignore[assignment]
+        compute_us = lanes.pop("", 0) or 1.0
+        return cls(topology, max(lanes.values(), default=0) / compute_us)
+
+    def pays(self, start: fx.Node) -> bool:
+        chain = _chain(start)
+        first, last = chain[0], chain[-1]
+        saved_us = sum(hop_us(hop, self.topology) - sent_us(hop, self.topology) for hop in chain)
+        if ops.hop(start).kind != "all_gather":
+            return saved_us > 0
+        at_rest = first.args[0] if first.args[0].op == "placeholder" else None
+        copied_bytes = 2 * (_value_bytes(last) + (_value_bytes(at_rest) if at_rest else 0))
+        device = self.topology.computes
+        copied_us = copied_bytes / device.memory_gb_per_s / device.efficiency / 1e3
+        return saved_us * min(1.0, self.load) ** 4 > copied_us
+
+
+def _chain(start: fx.Node) -> list[fx.Node]:
+    """The hops of one purpose that take each other's results, of which a hop is one."""
+    purpose, chain = ops.hop(start).purpose, [start]
+    while ops.is_wait(before := chain[0].args[0]) and ops.hop(before).purpose == purpose:
+        chain.insert(0, before.args[0])
+    while following := [s for wait in chain[-1].users for s in wait.users if ops.is_start(s)]:
+        if ops.hop(following[0]).purpose != purpose:
+            break
+        chain.append(following[0])
+    return chain
 
 
 def _node_us(node: fx.Node, topology: Topology) -> float:
