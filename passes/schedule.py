@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf, prod
+from typing import NamedTuple
 
 from torch import fx
 
@@ -57,7 +58,11 @@ def schedule(graph: fx.Graph, us: Cost | None = None, window_bytes: int | None =
     """Edits the order in place. `us` is what each node takes; without it a stretch takes as long as four hops.
     `window_bytes` bounds what is gathered ahead of the stretch that needs it (default: what the two largest need)."""
     constants = graph.find_nodes(op="get_attr")
-    rearrange(graph, [*constants, *Lanes(*lay_out(graph), us, window_bytes).order()])
+    laid_out = lay_out(graph)
+    tried = [Lanes(*laid_out, us, window_bytes, rules) for rules in _telling(laid_out[1])]
+    orders = [lanes.order() for lanes in tried]
+    best = min(range(len(tried)), key=lambda i: tried[i].now_us)
+    rearrange(graph, [*constants, *orders[best]])
     return graph
 
 
@@ -96,22 +101,15 @@ class Flight:
     due: int = 0
     """the first stretch that needs it; where none does, the number of stretches"""
 
-    @property
-    def axis(self) -> str:
-        return str(self.start.args[1])
+    def __post_init__(self) -> None:
+        hop = ops.hop(self.start)
+        self.axis, self.size, self.climbs = hop.axis, hop.size, hop.kind == "all_gather"
 
     @property
-    def size(self) -> int:
-        return int(self.start.args[2])
-
-    @property
-    def source(self) -> fx.Node | None:
-        """The start of the hop that it relays."""
-        return ops.relayed(self.start)
-
-    @property
-    def climbs(self) -> bool:
-        return self.start.target is ops.all_gather
+    def source(self) -> Flight | None:
+        """The hop that it relays."""
+        relayed = ops.relayed(self.start)
+        return next((f for f in self.after if f.start is relayed), None) if relayed else None
 
 
 def lay_out(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[Flight]]:
@@ -185,6 +183,7 @@ def _claim(node: fx.Node, flight: Flight, number: dict[fx.Node, int], owner: dic
     for value in node.all_input_nodes:
         if value in owner:
             flight.after += [owner[value]] if owner[value] not in (flight, *flight.after) else []
+            flight.ready = max(flight.ready, owner[value].ready)
         elif value in number:
             flight.ready = max(flight.ready, number[value])
         elif value.op == "call_function":
@@ -210,12 +209,70 @@ def _dues(flight: Flight, number: dict[fx.Node, int], owner: dict[fx.Node, Fligh
 # The order
 
 
+HORIZON = 16
+"""How many hops of a lane are looked at, in one direction."""
+
+
+def by_latest(flight: Flight, latest_us: float, takes_us: float) -> tuple[float, float]:
+    """By when a gather must have ended, for what follows it to be in time (Jackson's rule)."""
+    return latest_us + takes_us, flight.due
+
+
+def by_slack(flight: Flight, latest_us: float, takes_us: float) -> tuple[float, float]:
+    """By when a gather must begin."""
+    return latest_us, flight.due
+
+
+def by_need(flight: Flight, latest_us: float, takes_us: float) -> tuple[float, float]:
+    """In the order of compute."""
+    return flight.due, latest_us
+
+
+def by_age(flight: Flight, tail_us: float) -> tuple[float, float]:
+    """The oldest gradient first: it has held memory for longest."""
+    return flight.ready, -tail_us
+
+
+def by_tail(flight: Flight, tail_us: float) -> tuple[float, float]:
+    """The gradient first that has most left to do on other lanes."""
+    return -tail_us, flight.ready
+
+
+class Rules(NamedTuple):
+    """Which goes first, of gathers and of reduces. No rule is the best for all programs: all are tried."""
+
+    gathers: Callable[[Flight, float, float], tuple[float, float]]
+    reduces: Callable[[Flight, float], tuple[float, float]]
+    patient: bool
+    """a lane may stay idle for a gradient that will be there soon and has more left to do"""
+
+
+RULES = [
+    Rules(gathers, reduces, patient)
+    for gathers in (by_latest, by_slack, by_need)
+    for reduces, patient in ((by_age, False), (by_tail, False), (by_tail, True))
+]
+
+
+def _telling(flights: Sequence[Flight]) -> list[Rules]:
+    """Those that can make a difference."""
+    climbs, descends = any(f.climbs for f in flights), any(not f.climbs for f in flights)
+    first = RULES[0]
+    return [r for r in RULES if (climbs or r.gathers is first.gathers) and (descends or r[1:] == first[1:])]
+
+
 class Lanes:
     """Goes through the stretches with a clock, and writes down the order."""
 
     def __init__(
-        self, stretches: Sequence[list[fx.Node]], flights: Sequence[Flight], us: Cost | None, window_bytes: int | None
+        self,
+        stretches: Sequence[list[fx.Node]],
+        flights: Sequence[Flight],
+        us: Cost | None,
+        window_bytes: int | None,
+        rules: Rules,
     ):
+        self.rules = rules
         self.stretches, self.us = stretches, us or (lambda node: 0.25 * ops.is_start(node))
         self.takes_us = [sum(map(us, nodes)) if us else 1.0 for nodes in stretches]
         self.begin_us = [0.0, *accumulate(self.takes_us)]
@@ -225,7 +282,11 @@ class Lanes:
         self.now_us, self.border = 0.0, 0
         self.free_us: dict[str, float] = {flight.axis: 0.0 for flight in flights}
         """when a lane has ended what it has"""
-        self.grounded = list(flights)
+        self.grounded = sorted(flights, key=lambda f: f.due if f.climbs else f.ready)
+        """by when they are needed, or were made"""
+        self.waiting = set(flights)
+        """the same"""
+        self.source = {flight: flight.source for flight in flights}
         self.flying: dict[Flight, float] = {}
         """with the time when each ends"""
         self.landed: set[Flight] = set()
@@ -267,60 +328,108 @@ class Lanes:
 
     def _choose(self, i: int) -> Flight | None:
         """The next hop for a lane that would be idle before stretch `i` ends."""
-        end_us = self._end_us(i)
-        able = [f for f in self.grounded if f.ready < i and self._is_able(f) and self._begin_us(f) < end_us]
+        near = self._near(i)
+        end_us = self._end_us(i, near)
+        able = [f for f in near if self._is_able(f) and self._begin_us(f) < end_us]
+        able = [f for f in able if self._grounded_source(f) in (None, *able)]
         able = [f for f in able if f.due <= i or not f.climbs or self._fits(f, i)]
+        if self.rules.patient:
+            able = [f for f in able if f.climbs or not self._held_back(f, i, end_us)]
         crowded = sum(_bytes(f.start) * f.size for f in able if not f.climbs) > self.window_bytes
         chosen = min(able, key=lambda f: self._urgency(f, i, able, crowded), default=None)
+        while chosen and (earlier := self._grounded_source(chosen)):
+            rivals = [f for f in able if f.axis == earlier.axis]
+            chosen = min(rivals, key=lambda f: self._urgency(f, i, able, crowded))
         while chosen and (shorter := self._in_front_of(chosen, able)):
             chosen = shorter
         return chosen
 
+    def _held_back(self, flight: Flight, i: int, end_us: float) -> bool:
+        """Whether a reduce had better go behind one that is made in stretch `i`, if the two were alone."""
+        over_us = self._begin_us(flight) + self.us(flight.start)
+        own_us = self.rest_us[flight]
+        for soon in self.grounded:
+            if soon.ready == i and soon.axis == flight.axis and not soon.climbs and not self.source[soon]:
+                takes_us = self.us(soon.start)
+                first = max(over_us - self.us(flight.start) + own_us, max(over_us, end_us) + self.rest_us[soon])
+                last = max(end_us + self.rest_us[soon], end_us + takes_us + own_us)
+                if last < first:
+                    return True
+        return False
+
     def _in_front_of(self, flight: Flight, able: Sequence[Flight]) -> Flight | None:
         """What would be over on the same lane before a hop can begin that has to wait for what it relays."""
         begin_us = self._begin_us(flight)
-        return next(
-            (f for f in able if f.axis == flight.axis and self._begin_us(f) + self.us(f.start) <= begin_us), None
-        )
+        others = (f for f in able if f.axis == flight.axis and f is not flight)
+        return next((f for f in others if self._begin_us(f) + self.us(f.start) <= begin_us), None)
+
+    def _grounded_source(self, flight: Flight) -> Flight | None:
+        """What has to start before a hop can relay it."""
+        source = self.source[flight]
+        return source if source in self.waiting else None
 
     def _begin_us(self, flight: Flight) -> float:
         """When its lane is free and what it relays is there."""
-        there_us = next((end for f, end in self.flying.items() if f.start is flight.source), 0.0)
+        source = self.source[flight]
+        if source is None:
+            return max(self.now_us, self.free_us[flight.axis])
+        grounded = source in self.waiting
+        there_us = self._begin_us(source) + self.us(source.start) if grounded else self.flying.get(source, 0.0)
         return max(self.now_us, self.free_us[flight.axis], there_us)
 
-    def _end_us(self, i: int) -> float:
+    def _near(self, i: int) -> list[Flight]:
+        """What could be started before stretch `i`: the first few of each lane and direction, so that time does not
+        grow with the square of the hops."""
+        room = dict.fromkeys(((f, climbs) for f in self.free_us for climbs in (True, False)), HORIZON)
+        found = []
+        for flight in self.grounded:
+            if flight.ready < i and room[flight.axis, flight.climbs]:
+                room[flight.axis, flight.climbs] -= 1
+                found.append(flight)
+        return found
+
+    def _end_us(self, i: int, near: Sequence[Flight]) -> float:
         """When stretch `i` ends, as far as can be told."""
         if i == len(self.stretches):
             return inf
         flying = (end for f, end in self.flying.items() if f.due == i)
-        grounded = (self._begin_us(f) + self.rest_us[f] for f in self.grounded if f.due <= i)
+        grounded = (self._begin_us(f) + self.rest_us[f] for f in near if f.due <= i)
         return max([self.now_us, *flying, *grounded]) + self.takes_us[i]
 
     def _is_able(self, flight: Flight) -> bool:
         late = [f for f in flight.after if f not in self.landed and self.flying.get(f, inf) > self.now_us]
-        return all(f in self.flying and f.start is flight.source for f in late)
+        return all(f is self.source[flight] and (f in self.flying or self._is_able(f)) for f in late)
 
     def _fits(self, flight: Flight, i: int) -> bool:
         """The last value of a chain counts from its first hop on, so that a later hop always finds its place."""
+        source = self._grounded_source(flight)
+        if source:
+            return self._fits(source, i)
         return _goes_on(flight) or self.ahead.total() + self.claims[flight] <= self.window_bytes
 
-    def _urgency(self, flight: Flight, i: int, able: Sequence[Flight], crowded: bool) -> tuple[float, float]:
-        """A gather that cannot wait for a reduce goes first, then reduces, then gathers by when they are needed."""
+    def _urgency(self, flight: Flight, i: int, able: Sequence[Flight], crowded: bool) -> tuple[int, float, float]:
+        """Gathers go first where one of them cannot wait for a reduce, else reduces do; then by the rules."""
         if not flight.climbs:
-            return (0, -inf) if crowded else (1, flight.ready)
-        begin_us = self._begin_us(flight)
-        rivals_us = max((self.us(f.start) for f in able if not f.climbs and f.axis == flight.axis), default=0.0)
-        latest_us = self.now_us + self.begin_us[flight.due] - self.begin_us[i] - self.rest_us[flight]
-        return (0 if latest_us < begin_us + rivals_us else 2, latest_us + self.us(flight.start))
+            return (0, *self.rules.reduces(flight, self.rest_us[flight] - self.us(flight.start)))
+        rivals = [f for f in able if f.axis == flight.axis]
+        rivals_us = max((self.us(f.start) for f in rivals if not f.climbs), default=0.0)
+        late = any(self._latest_us(f, i) < self._begin_us(f) + rivals_us for f in rivals if f.climbs)
+        rank = -1 if late and not crowded else 1
+        return (rank, *self.rules.gathers(flight, self._latest_us(flight, i), self.us(flight.start)))
+
+    def _latest_us(self, flight: Flight, i: int) -> float:
+        """When a gather must begin for compute not to wait."""
+        return self.now_us + self.begin_us[flight.due] - self.begin_us[i] - self.rest_us[flight]
 
     def _launch(self, flight: Flight) -> None:
         for earlier in flight.after:
             if earlier in self.grounded:
                 self._launch(earlier)
-        landing = [f for f in flight.after if f in self.flying and f.start is not flight.source]
+        landing = [f for f in flight.after if f in self.flying and f is not self.source[flight]]
         for earlier in landing:
             self._wait_for(earlier)
         self.grounded.remove(flight)
+        self.waiting.remove(flight)
         self._compute(flight.before)
         self.nodes.append(flight.start)
         end_us = self._begin_us(flight) + self.us(flight.start)

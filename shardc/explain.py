@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from passes.regions import block_of
 from shardc.timeline import COMPUTE, Event, Timeline, duration, size
 
 HEAD = ("in", "moves", "by", "over", "sent", "takes", "hidden behind", "exposed", "why")
@@ -26,14 +27,14 @@ class Line:
 
 def explain(timeline: Timeline, *, fold: bool = True) -> str:
     """A table, in the order in which hops begin; those of equal layers that fare alike are one line, if `fold`."""
-    computing = [e for e in timeline.events if e.lane == COMPUTE]
-    lines = [_line(e, computing) for e in timeline.events if e.hop]
+    lines = [_line(e, timeline.events) for e in timeline.events if e.hop]
     shown = _folded(lines) if fold else lines
     return f"{timeline}\n\n{_table(shown)}"
 
 
-def _line(event: Event, computing: Sequence[Event]) -> Line:
+def _line(event: Event, events: Sequence[Event]) -> Line:
     assert event.hop is not None
+    computing = [e for e in events if e.lane == COMPUTE]
     behind = [e for e in _over(computing, event) if e.us > event.us / 20]
     cells = (
         event.graph,
@@ -44,7 +45,7 @@ def _line(event: Event, computing: Sequence[Event]) -> Line:
         duration(event.us),
         _named(behind) or "nothing",
         duration(event.exposed_us) if event.exposed_us else "",
-        "; ".join(_reasons(event, computing)),
+        "; ".join([*_exposed(event, computing), *_alone(event, events)]),
     )
     layer = re.search(r"\d+", event.name)
     return Line(cells, layer[0] if layer else "", event.exposed_us)
@@ -60,8 +61,8 @@ def _named(computing: Iterable[Event]) -> str:
     return ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
 
 
-def _reasons(event: Event, computing: Sequence[Event]) -> Iterator[str]:
-    """Why a hop is exposed, and why it is alone."""
+def _exposed(event: Event, computing: Sequence[Event]) -> Iterator[str]:
+    """Why a hop is exposed."""
     if event.exposed_us:
         own = [e for e in computing if e.graph == event.graph]
         if event.behind:
@@ -75,8 +76,21 @@ def _reasons(event: Event, computing: Sequence[Event]) -> Iterator[str]:
             yield f"takes longer than the {duration(beside)} of compute beside it"
         else:
             yield "issued too late, for memory or behind what is more urgent"
+
+
+def _alone(event: Event, events: Sequence[Event]) -> Iterator[str]:
+    """Why a hop of one parameter is in no bucket."""
     if event.hop and len(event.hop.params) == 1:
-        yield "alone: no other of its kind, axis and dtype in its block"
+        like = [e for e in events if e is not event and e.graph == event.graph and _kind(e) == _kind(event)]
+        if like:
+            yield "not in a bucket: of another dtype, or its copies cost more than a latency"
+        else:
+            yield "alone: no other of its kind and axis in its block"
+
+
+def _kind(event: Event) -> tuple[str, ...]:
+    hop = event.hop
+    return (hop.kind, hop.axis, hop.purpose, block_of(hop.params[0])) if hop else ()
 
 
 def _folded(lines: Sequence[Line]) -> list[Line]:

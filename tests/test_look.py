@@ -64,8 +64,18 @@ def test_equal_layers_that_fare_alike_are_one_line() -> None:
 
 def test_a_line_says_what_is_moved_over_which_axis_and_how_much() -> None:
     first = next(row for row in rows(traced("zero3").explain(fold=False)) if row[3] == "node")
-    bytes_ = (64 * 64 + 64) * 4 // 8
-    assert first[:5] == ["forward", "gather layers.0.0 (2)", "all_gather", "node", f"{bytes_ / 1024:.2f} KiB"]
+    assert first[:5] == [
+        "forward",
+        "gather layers.0.0.weight",
+        "all_gather",
+        "node",
+        f"{64 * 64 * 4 / 8 / 1024:.2f} KiB",
+    ]
+
+
+def test_a_hop_of_one_parameter_says_why_it_is_in_no_bucket() -> None:
+    by_name = {row[1]: row[-1] for row in rows(traced("zero3").explain(fold=False))}
+    assert "not in a bucket: of another dtype, or its copies cost more" in by_name["gather layers.0.0.weight"]
 
 
 def test_what_is_exposed_has_a_reason() -> None:
