@@ -16,13 +16,19 @@ bytes a rank. The moves of the ladder, over the axes between two rungs, and how 
 In AMSP's terms (arXiv 2311.00257): both gathers and reduce are T_p, sync is T_os0, refresh T_os1; an even shard makes
 their all-reduce and broadcast a reduce-scatter and an all-gather. T_g is no move: gradients are reduced to their
 own rung at once. In PaRO's (arXiv 2310.06003): T = M (2 t_param + t_grad) + t_sync_grad + t_sync_param.
+
+`step_hops` says all this once. Bytes of real parameters, in integers, and closed forms in symbols both come from it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Any, NamedTuple
+
+import sympy
 
 from passes.layout import Layout
 from shardc.model import compute_dtype
@@ -93,28 +99,119 @@ def _sent(plan: Plan, layout: Layout, parameter: Parameter) -> Iterator[tuple[st
     """(move, axis, bytes) of every hop of one parameter."""
     _, dtype, trainable = parameter
     weight = compute_dtype(plan, dtype)
-    yield from _chain("refresh", layout, weight.itemsize, layout.params, layout.optim)
-    yield from _chain("forward gather", layout, weight.itemsize, 0, layout.params)
-    yield from _chain("backward gather", layout, weight.itemsize, 0, layout.after_forward)
+    gradient = plan.reduce_dtype or weight
+    row = (layout.params, layout.after_forward, layout.grads, layout.optim)
+    for hop in step_hops(row, layout.axes, trainable):
+        itemsize = gradient.itemsize if hop.move in ("reduce", "sync") else weight.itemsize
+        value_bytes = layout.padded_rows * prod(layout.shape[1:]) * itemsize // hop.pieces
+        yield hop.move, hop.axis, hop.rounds * value_bytes * (hop.size - 1) // hop.size
+
+
+class StepHop(NamedTuple):
+    """A hop of a move; numbers are integers or symbols."""
+
+    move: str
+    axis: str
+    size: Any
+    """ranks"""
+    pieces: Any
+    """of the full value: its value on the inner side is one of them"""
+    rounds: int
+    """times around the ring: 2 for an all-reduce, else 1"""
+
+
+def step_hops(row: Sequence[int], axes: Sequence[tuple[str, Any]], trainable: bool = True) -> Iterator[StepHop]:
+    """The moves of the ladder for a row (params, after_forward, grads, optim) on axes (name, size), inner first."""
+    params, after_forward, grads, optim = row
+    yield from _chain("refresh", axes, params, optim)
+    yield from _chain("forward gather", axes, 0, params)
+    yield from _chain("backward gather", axes, 0, after_forward)
     if trainable:
-        gradient = plan.reduce_dtype or weight
-        yield from _chain("reduce", layout, gradient.itemsize, 0, layout.grads)
-        yield from _chain("sync", layout, gradient.itemsize, layout.grads, layout.optim)
-        yield from _whole("sync", layout, gradient.itemsize)
+        yield from _chain("reduce", axes, 0, grads)
+        yield from _chain("sync", axes, grads, optim)
+        pieces = _pieces(axes, optim)
+        yield from (StepHop("sync", axis, size, pieces, 2) for axis, size in axes[optim:])
 
 
-def _chain(move: str, layout: Layout, itemsize: int, low: int, high: int) -> Iterator[tuple[str, str, int]]:
+def _chain(move: str, axes: Sequence[tuple[str, Any]], low: int, high: int) -> Iterator[StepHop]:
     """All-gathers or reduce-scatters between two rungs: over axis i the value is Phi / (pieces on rung i)."""
-    for rung, (axis, size) in enumerate(layout.axes[low:high], low):
-        yield move, axis, _rung_bytes(layout, rung, itemsize) * (size - 1) // size
+    for rung in range(low, high):
+        yield StepHop(move, *axes[rung], _pieces(axes, rung), 1)
 
 
-def _whole(move: str, layout: Layout, itemsize: int) -> Iterator[tuple[str, str, int]]:
-    """All-reduces of the optim shard over the axes that hold copies of it."""
-    for axis, size in layout.axes[layout.optim :]:
-        yield move, axis, 2 * _rung_bytes(layout, layout.optim, itemsize) * (size - 1) // size
+def _pieces(axes: Sequence[tuple[str, Any]], rung: int) -> Any:
+    return prod(size for _, size in axes[:rung])
 
 
-def _rung_bytes(layout: Layout, rung: int, itemsize: int) -> int:
-    """Phi / (pieces on the rung)."""
-    return layout.padded_rows * prod(layout.shape[1:]) * itemsize // layout.size(rung)
+# With symbols
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """What closed forms are in; axes inner first."""
+
+    axes: tuple[str, ...]
+
+    @property
+    def micro_batches(self) -> sympy.Symbol:
+        return sympy.Symbol("M", positive=True, integer=True)
+
+    @property
+    def elements(self) -> sympy.Symbol:
+        """Phi, of all parameters."""
+        return sympy.Symbol("Phi", positive=True)
+
+    @property
+    def weight_bytes(self) -> sympy.Symbol:
+        """Of one element of a parameter in compute and on the wire; also of one of a gradient."""
+        return sympy.Symbol("w", positive=True)
+
+    def size(self, axis: str) -> sympy.Symbol:
+        """Ranks of an axis."""
+        return sympy.Symbol(f"n_{axis}", positive=True, integer=True)
+
+    def bandwidth(self, axis: str) -> sympy.Symbol:
+        """Bytes a second that one rank sends over an axis."""
+        return sympy.Symbol(f"B_{axis}", positive=True)
+
+    def latency(self, axis: str) -> sympy.Symbol:
+        """Seconds of a step of a ring."""
+        return sympy.Symbol(f"a_{axis}", nonnegative=True)
+
+
+def move_seconds(row: Sequence[int], axes: Sequence[str]) -> dict[str, sympy.Expr]:
+    """Seconds of each move, once, nothing overlapped: the bytes of its hops over the bandwidths of their axes, and a
+    latency for each step of their rings. For all parameters in one bucket, evenly sharded.
+
+    `row` is (params, after_forward, grads, optim) in numbers of inner axes, `axes` their names, inner first. (PaRO's
+    t_param, t_grad, t_sync_grad and t_sync_param are forward gather, reduce, sync and refresh.)
+    """
+    of = Symbols(tuple(axes))
+    total: dict[str, sympy.Expr] = dict.fromkeys(MOVES, sympy.Integer(0))
+    for hop in step_hops(row, [(axis, of.size(axis)) for axis in axes]):
+        sent_bytes = hop.rounds * of.elements * of.weight_bytes / hop.pieces * (hop.size - 1) / hop.size
+        steps = hop.rounds * (hop.size - 1)
+        total[hop.move] += sent_bytes / of.bandwidth(hop.axis) + steps * of.latency(hop.axis)
+    return total
+
+
+def step_seconds(row: Sequence[int], axes: Sequence[str]) -> sympy.Expr:
+    """Seconds of all moves of a step of M micro-batches, nothing overlapped (PaRO: T = M (2 t_param + t_grad) +
+    t_sync_grad + t_sync_param)."""
+    once = move_seconds(row, axes)
+    each = once["forward gather"] + once["backward gather"] + once["reduce"]
+    return Symbols(tuple(axes)).micro_batches * each + once["refresh"] + once["sync"]
+
+
+def rest_bytes(row: Sequence[int], axes: Sequence[str], optimizer_bytes: int = 12) -> sympy.Expr:
+    """Bytes a rank at rest between micro-batches: compute copies and accumulators where their rungs are not optim's,
+    and master parameters with optimizer state (`optimizer_bytes` an element; 12 for Adam with fp32 masters). AMSP's
+    2 Phi/s_p + 2 Phi/s_g + 12 Phi/s_os, less what needs no second home. Without `.grad`."""
+    of = Symbols(tuple(axes))
+    sizes = [(axis, of.size(axis)) for axis in axes]
+    params, _, grads, optim = row
+    total = optimizer_bytes * of.elements / _pieces(sizes, optim)
+    for rung in (params, grads):
+        if rung != optim:
+            total += of.weight_bytes * of.elements / _pieces(sizes, rung)
+    return total
