@@ -1,7 +1,8 @@
 """Footprint: the bytes that one rank holds in the course of an optimizer step, node by node, and what they are.
 
 Master parameters and optimizer state rest all the time; so do, between the calls of a step, inputs, compute copies,
-sums of gradients, and what a forward saves for its backward. The rest is made by the graphs, and counted by storage.
+sums of gradients, and what a forward saves for its backward. The rest is made by the graphs, and counted by storage,
+but for values that Inductor fuses into the one op that uses them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from passes import ops
 from passes.build import outputs, placeholders
 from passes.errors import Error
 from passes.memory import Life, levels_of, lives
+from shardc.times import is_fused
 
 if TYPE_CHECKING:
     from shardc.program import Program, Variant
@@ -77,16 +79,20 @@ class Footprint:
             )
 
 
-def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optimizer_states: int = 2) -> Footprint:
+def footprint(
+    program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optimizer_states: int = 2, *, staging: bool = False
+) -> Footprint:
     """Of a step that makes these calls in order. `optimizer_states` is how many values the optimizer keeps for each
-    element of a trained parameter (2 for Adam)."""
+    element of a trained parameter (2 for Adam). `staging`: the library of each group has a buffer of its own for the
+    hop that it is at, as large as the full value (Gloo does, NCCL does not)."""
     found = Footprint(_rest_bytes(program, optimizer_states))
     inputs_bytes = _inputs_bytes(program)
     copies_bytes = gradient_bytes = 0
     saved = _Saved()
     for variant, graph in calls:
         given_up = saved.given_up(graph) if variant.half == "backward" else set()
-        living = [life for life in lives(graph, given_up) if life.node in given_up or life.node.op == "call_function"]
+        living = [life for life in lives(graph, given_up) if life.node in given_up or _is_made(life)]
+        living += _staged(graph) if staging else []
         kept = Counter({MASTER: found.rest_bytes, COPIES: copies_bytes, ACTIVATIONS: inputs_bytes})
         kept[GRADIENTS] = 0 if variant.accumulated else gradient_bytes
         levels = [kept.total() + level for level in levels_of(living, len(graph.nodes))]
@@ -96,6 +102,7 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
             found.peak = _peak(graph, variant, living, levels, kept, kinds)
         if variant.half == "backward":
             gradient_bytes = _bytes_of(living, outputs(graph).values())
+            copies_bytes = 0 if variant.synced else copies_bytes  # they are stale now, and dropped
         else:
             _, taken, copies = (*outputs(graph), {})[:3]
             copies_bytes = _bytes_of(living, copies.values()) or copies_bytes
@@ -179,6 +186,31 @@ def _inputs_bytes(program: Program) -> int:
     """Of what the user passes, and buffers."""
     own = [node for name, node in placeholders(program.halves[0]).items() if name not in program.params]
     return sum(life.bytes for life in lives(program.halves[0]) if life.node in own)
+
+
+def _staged(graph: fx.Graph) -> list[Life]:
+    """A buffer for one gather or reduce-scatter of each lane at a time, from its start until it is waited for."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    last: dict[str, Life] = {}
+    found = []
+    for start in ops.hops(graph):
+        hop, end = ops.hop(start), start
+        while (wait := ops.wait_of(end)) is None:
+            end = next(iter(end.users))
+        if hop.axis in last:
+            last[hop.axis].death = min(last[hop.axis].death, position[start] - 1)
+        if hop.kind != "all_reduce":
+            size_bytes = ops.moved_bytes(start) * hop.size // (hop.size - 1)
+            last[hop.axis] = Life(start, size_bytes, position[start], position[wait], {start})
+            found.append(last[hop.axis])
+    return found
+
+
+def _is_made(life: Life) -> bool:
+    """Not an input, and not a value that a compiler computes within the one op that uses it."""
+    users = {user for node in life.values for user in node.users if user not in life.values}
+    inside = len(users) == 1 and all(is_fused(node) for node in (life.node, *users))
+    return life.node.op == "call_function" and not inside
 
 
 def _bytes_of(living: Iterable[Life], nodes: Iterable[object]) -> int:

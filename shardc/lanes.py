@@ -28,7 +28,8 @@ class Flying:
     """A hop under way."""
 
     def __init__(self, hop: ops.Hop, source: torch.Tensor | Flying, out: torch.Tensor):
-        self.hop, self.source, self.out = hop, source, out
+        self.hop, self.out = hop, out
+        self.source: torch.Tensor | Flying | None = source
         self.issued = threading.Event()
         self.work: dist.Work | None = None
         self.error: Exception | None = None
@@ -36,9 +37,10 @@ class Flying:
     def issue(self, group: str) -> None:
         """On its group, when what it relays has come. What fails is raised by `wait`."""
         try:
-            x = (self.source.wait() if isinstance(self.source, Flying) else self.source).contiguous()
-            self.source = x  # the group reads it until it is done
-            self.work = self._named(lambda: _ISSUE[self.hop.kind](_torch.group_called(group), self.out, x))
+            if isinstance(self.source, Flying):
+                self.source = self.source.wait()
+            self.source = self.source.contiguous()  # type: ignore[union-attr]
+            self.work = self._named(lambda: _ISSUE[self.hop.kind](_torch.group_called(group), self.out, self.source))
         except Exception as error:
             self.error = error
         self.issued.set()
@@ -49,6 +51,7 @@ class Flying:
         if self.error:
             raise self.error
         self._named(self.work.wait)  # type: ignore[union-attr]
+        self.source = None  # the group has read it
         return self.out
 
     def _named(self, call: Callable[[], Any]) -> Any:
@@ -68,8 +71,9 @@ class Lane:
     def __init__(self, group: str):
         self.group = group
         self.queue: SimpleQueue[Flying] | None = None
-        self.queued: Flying | None = None
-        """the last that was left to the thread"""
+        self.queued = threading.Event()
+        """that the last hop that was left to the thread was issued"""
+        self.queued.set()
         self.stream: torch.cuda.Stream | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lane:
@@ -81,7 +85,7 @@ class Lane:
         flying = Flying(hop, source, x if in_place else _room(hop, x))
         if x.is_cuda and isinstance(source, Flying):
             self._issue_on_stream(flying)
-        elif isinstance(source, Flying) or (self.queued and not self.queued.issued.is_set()):
+        elif isinstance(source, Flying) or not self.queued.is_set():
             self._leave_to_thread(flying)
         else:
             flying.issue(self.group)
@@ -98,7 +102,7 @@ class Lane:
         if self.queue is None:
             self.queue = SimpleQueue()
             threading.Thread(target=_issue_all, args=(self.queue, self.group), daemon=True).start()
-        self.queued = flying
+        self.queued = flying.issued
         self.queue.put(flying)
 
 

@@ -135,18 +135,18 @@ def _flops(node: fx.Node) -> float:
 def _traffic_bytes(node: fx.Node) -> int:
     if _is_heavy(node):
         return sum(_value_bytes(n) for n in (*node.all_input_nodes, node))
-    read = sum(_value_bytes(n) for n in node.all_input_nodes if not _is_fused(n))
-    return read + (0 if all(_is_fused(user) for user in node.users) else _value_bytes(node))
+    read = sum(_value_bytes(n) for n in node.all_input_nodes if not is_fused(n))
+    return read + (0 if all(is_fused(user) for user in node.users) else _value_bytes(node))
 
 
 def _is_heavy(node: fx.Node) -> bool:
     return _formula(node) is not None
 
 
-def _is_fused(node: fx.Node) -> bool:
+def is_fused(node: fx.Node) -> bool:
     """A view is fused where its base is."""
     if is_view(node):
-        return _is_fused(node.all_input_nodes[0])
+        return is_fused(node.all_input_nodes[0])
     return node.op == "call_function" and not _is_heavy(node) and not ops.is_hop(node)
 
 

@@ -17,6 +17,7 @@ import shardc
 from passes import ops
 from passes.errors import Error
 from passes.parse import parse
+from shardc.footprint import footprint
 from shardc.links import Device, Link
 from shardc.program import Program
 from shardc.simulate import Clock, simulate
@@ -160,6 +161,14 @@ def test_unsynced_micro_batches_keep_their_sums() -> None:
     it = timeline("ddp", 2)
     second_us = min(e.start_us for e in it.events if e.graph == "forward 1")
     assert min(held for us, held in it.memory if us >= second_us) >= it.rest_bytes + full
+
+
+def test_a_library_that_stages_has_a_buffer_more_for_the_hop_that_it_is_at() -> None:
+    program = traced("zero3")
+    calls = [(variant, program.graph(variant)) for variant in program.step()]
+    plain, staged = footprint(program, calls), footprint(program, calls, staging=True)
+    assert plain.peak.bytes < staged.peak.bytes <= plain.peak.bytes + 2 * 64 * 65 * 4  # a layer, on each of two lanes
+    assert staged.end_bytes == plain.end_bytes
 
 
 # A limit of memory

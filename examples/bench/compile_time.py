@@ -21,7 +21,10 @@ import shardc
 from passes.regions import Region, regions
 from shardc.lower import Lowering
 
-STAGES = ("dynamo", "capture", "decompose", "insert", "partition", "schedule", "variations", "verify", "regions")
+STAGES = (
+    *("dynamo", "capture", "decompose", "insert", "partition"),
+    *("bucket", "schedule", "variations", "verify", "regions"),
+)
 NARROW = {"dim": 64, "heads": 4, "kv_heads": 4, "hidden": 128, "vocab": 256, "context": 64}
 
 
