@@ -31,7 +31,8 @@ becomes
 Compute keeps its order, and stays whole: hops go between the stretches of one repeated block, never into one. Between
 two stretches a lane that will be idle during the next one gets its next hop: a gather that is urgent, else a reduce
 (which frees memory), else the gather that is needed next, as long as what is gathered ahead fits a window of bytes. A
-gather is waited for right before the stretch that needs it, everything else at the first border behind its end.
+gather is waited for right before the stretch that needs it, everything else at the first border behind its end. Which
+of several gathers or reduces goes first is a rule; all `RULES` are tried, and the order that ends first is taken.
 """
 
 from __future__ import annotations
@@ -331,14 +332,15 @@ class Lanes:
         near = self._near(i)
         end_us = self._end_us(i, near)
         able = [f for f in near if self._is_able(f) and self._begin_us(f) < end_us]
-        able = [f for f in able if self._grounded_source(f) in (None, *able)]
         able = [f for f in able if f.due <= i or not f.climbs or self._fits(f, i)]
         if self.rules.patient:
             able = [f for f in able if f.climbs or not self._held_back(f, i, end_us)]
+        able = [f for f in able if self._can_follow(f, able)]
         crowded = sum(_bytes(f.start) * f.size for f in able if not f.climbs) > self.window_bytes
         chosen = min(able, key=lambda f: self._urgency(f, i, able, crowded), default=None)
-        while chosen and (earlier := self._grounded_source(chosen)):
-            rivals = [f for f in able if f.axis == earlier.axis]
+        if chosen and self._grounded_source(chosen):
+            root = self._root(chosen)
+            rivals = [f for f in able if f.axis == root.axis and not self._grounded_source(f)]
             chosen = min(rivals, key=lambda f: self._urgency(f, i, able, crowded))
         while chosen and (shorter := self._in_front_of(chosen, able)):
             chosen = shorter
@@ -360,13 +362,23 @@ class Lanes:
     def _in_front_of(self, flight: Flight, able: Sequence[Flight]) -> Flight | None:
         """What would be over on the same lane before a hop can begin that has to wait for what it relays."""
         begin_us = self._begin_us(flight)
-        others = (f for f in able if f.axis == flight.axis and f is not flight)
+        others = (f for f in able if f.axis == flight.axis and self._begin_us(f) < begin_us)
         return next((f for f in others if self._begin_us(f) + self.us(f.start) <= begin_us), None)
 
     def _grounded_source(self, flight: Flight) -> Flight | None:
         """What has to start before a hop can relay it."""
         source = self.source[flight]
         return source if source in self.waiting else None
+
+    def _root(self, flight: Flight) -> Flight:
+        """What has to start first of all before a hop can."""
+        source = self._grounded_source(flight)
+        return self._root(source) if source else flight
+
+    def _can_follow(self, flight: Flight, able: Sequence[Flight]) -> bool:
+        """All that it relays has started, or can."""
+        source = self._grounded_source(flight)
+        return source is None or (source in able and self._can_follow(source, able))
 
     def _begin_us(self, flight: Flight) -> float:
         """When its lane is free and what it relays is there."""

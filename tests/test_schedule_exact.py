@@ -150,6 +150,17 @@ def gaps() -> Iterator[float]:
         yield found / best - 1
 
 
+@pytest.mark.parametrize("window_bytes", [0, 64, 100, AHEAD])
+def test_under_every_window_each_hop_starts_once_and_nothing_before_its_inputs(window_bytes: int) -> None:
+    for seed in range(300):
+        it = problem(seed)
+        graph = relay(parse(it.text))
+        hops = sorted(node.name for node in ops.hops(graph))
+        schedule(graph, lambda node, it=it: it.us.get(node.name, 0.0), window_bytes)
+        graph.lint()
+        assert sorted(node.name for node in ops.hops(graph)) == hops
+
+
 @pytest.mark.slow
 def test_the_schedule_is_within_3_percent_of_the_best_on_50_small_programs(record_property) -> None:  # type: ignore[no-untyped-def]
     found = list(gaps())
