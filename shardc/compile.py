@@ -56,7 +56,10 @@ def build(
     run("verify", verify, layouts, joint=joint)
     halves = run("partition", partition if captured.trains else forward_only, joint, captured.params)
     run("verify", verify, layouts, forward=halves[0], backward=halves[1])
-    return Program(captured, own, params, plan, halves, run, orders)
+    program = Program(captured, own, params, plan, halves, run, orders)
+    if plan.memory_limit is not None:
+        program.fit(plan.memory_limit)
+    return program
 
 
 def decompose(graph: fx.Graph) -> fx.Graph:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from passes import ops
+from passes.accumulate import PREFIX
 from passes.build import outputs, placeholders
 from passes.errors import Error
 from passes.memory import Life, levels_of, lives
@@ -136,7 +137,7 @@ class _Saved:
 def _kinds(graph: fx.Graph, variant: Variant, saved: _Saved) -> dict[fx.Node, str]:
     """What the values of a graph are; activations, if nothing else."""
     kinds: dict[fx.Node, str] = {}
-    sums = {f"accumulator_{name}" for name, _ in variant.accumulated}
+    sums = {PREFIX + name for name, _ in variant.accumulated}
     if variant.half == "backward":
         for i, node in enumerate(placeholders(graph).values()):
             if i in saved.shards or node.name in sums:

@@ -4,9 +4,9 @@ A hop is issued where the graph starts it, and is `Flying` until its wait. The g
 functional all-gather of torch goes through Gloo's coalesced one, which corrupts the heap now and then when several are
 in flight.
 
-Hops come in order. One that relays what another
-hop brings (`passes.relay`) cannot be issued before that has come, and compute must not stand still for it: on a GPU a
-stream of the lane waits in its place, elsewhere a thread of the lane, behind which later hops of the lane queue up.
+One that relays what another hop brings (`passes.relay`) cannot be issued before that has come, and compute must not
+stand still for it: on a GPU a stream of the lane waits in its place, elsewhere a thread of the lane, behind which later
+hops of the lane queue up.
 """
 
 from __future__ import annotations

@@ -168,8 +168,6 @@ class Program:
         """Has all ranks agree on the orders of this program, unless an earlier program's cover it: makes the variations
         that have all hops; the others follow these. All ranks call it together."""
         forward, backward = self.halves
-        if self.plan.memory_limit is not None:
-            self.fit(self.plan.memory_limit)
         if self.orders.find("forward", forward) is None:
             self.refreshed()
         if backward is not None and self.orders.find("backward", backward) is None:

@@ -46,10 +46,7 @@ def trace(
 
     def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         with paused_gc(), _torch.lazy_code():
-            program = build(module, inputs, names, params, plan, runner, Orders())
-            if plan.memory_limit is not None:
-                program.fit(plan.memory_limit)
-            found.append(program)
+            found.append(build(module, inputs, names, params, plan, runner, Orders()))
         return _leave
 
     stand_ins = hollows(plan, parameters, torch.device("cpu"))
