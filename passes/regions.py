@@ -211,6 +211,7 @@ def _call(outer: fx.Graph, nodes: list[fx.Node], env: dict[fx.Node, fx.Node], kn
     region = _region(nodes, inputs, results, known)
     call = outer.call_function(region, tuple(env[n] for n in inputs))
     call.meta["val"] = tuple(n.meta["val"] for n in results)
+    call.meta["nodes"] = [node.name for node in nodes]
     modules = [node.meta.get("module", "") for node in nodes]
     call.meta["module"] = next((module for module in reversed(modules) if block_of(module)), modules[-1])
     region.modules.append(call.meta["module"])

@@ -2,6 +2,7 @@
 
 from passes.errors import Error
 from shardc.compile import compile
+from shardc.emulate import emulate
 from shardc.plan import Plan
 from shardc.program import Program
 from shardc.simulate import simulate
@@ -11,4 +12,16 @@ from shardc.trace import programs, trace
 from shardc.weights import load
 
 __version__ = "0.1.0"
-__all__ = ["Error", "Plan", "Program", "Timeline", "Topology", "compile", "load", "programs", "simulate", "trace"]
+__all__ = [
+    "Error",
+    "Plan",
+    "Program",
+    "Timeline",
+    "Topology",
+    "compile",
+    "emulate",
+    "load",
+    "programs",
+    "simulate",
+    "trace",
+]

@@ -29,6 +29,8 @@ from shardc.breaks import captured_call
 from shardc.capture import capture, own_code
 from shardc.check import check_inputs, check_model, check_result
 from shardc.lower import Lowering, check_backend
+from shardc.measure import check_measurable
+from shardc.measure import measure as measure_regions
 from shardc.model import adopt, hollows, materialise, named, params_of, same_random_numbers, shard_leaf, slots
 from shardc.plan import Plan
 from shardc.program import Program
@@ -45,9 +47,10 @@ def build(
     plan: Plan,
     run: Runner,
     orders: Orders,
+    timed: Lowering | None = None,
 ) -> Program:
     """Dynamo's graph of one call -> a program. `names` tells the hollow parameters and the buffers among the inputs;
-    `orders` are those that the ranks agreed on before."""
+    `orders` are those that the ranks agreed on before; `timed` compiles regions, where they are to be measured."""
     captured = run("capture", capture, module, inputs, names)
     own = {node: params[name] for node, name in captured.params.items()}
     layouts = {node: param.layout for node, param in own.items()}
@@ -57,6 +60,8 @@ def build(
     halves = run("partition", partition if captured.trains else forward_only, joint, captured.params)
     run("verify", verify, layouts, forward=halves[0], backward=halves[1])
     program = Program(captured, own, params, plan, halves, run, orders)
+    if timed:
+        run("measure", measure_regions, program, timed)
     if plan.memory_limit is not None:
         program.fit(plan.memory_limit)
     return program
@@ -86,6 +91,7 @@ def compile(
     init: Callable[[nn.Module], None] | None = None,
     weights: Source | None = None,
     dynamic: bool = False,
+    measure: bool = False,
     timeout_s: float = 300.0,
     progress: Callable[[str], None] | None = None,
 ) -> nn.Module:
@@ -93,14 +99,17 @@ def compile(
 
     init: a function of one module that gives values to parameters on the meta device (default: transformers' own, or
     `reset_parameters`). weights: safetensors files, or a directory of them, to read all parameters from; those on the
-    meta device are then not initialised first. dynamic: dims of inputs are symbolic. timeout_s: how long ranks wait for
-    each other when they compare plan and program. progress: called with a line of text as compilation goes on (default:
-    rank 0 writes to stderr).
+    meta device are then not initialised first. dynamic: dims of inputs are symbolic. measure: time each distinct region
+    on the device once, and schedule by that (the plan's topology has to say how fast its axes are). timeout_s: how long
+    ranks wait for each other when they compare plan and program. progress: called with a line of text as compilation
+    goes on (default: rank 0 writes to stderr).
     Raises `shardc.Error` for a plan that does not fit the model or the process group, and where ranks disagree.
     """
     _torch.check_version()
     check_model(model)
     check_backend(backend)
+    if measure:
+        check_measurable(plan.topology, backend)
     device = _device()
     parameters = named(model)
     params = params_of(plan, parameters)
@@ -111,7 +120,7 @@ def compile(
     say = progress or _to_stderr
     lowering = Lowering(backend, _groups(mesh, plan, device), say)
     runtime = Runtime(sharded, lowering, replaced={id(p): weakref.ref(p) for p in parameters.values()})
-    compiler = Compiler(model, type(model).forward, params, plan, runtime, dynamic, timeout_s, say)
+    compiler = Compiler(model, type(model).forward, params, plan, runtime, dynamic, measure, timeout_s, say)
     model = adopt(model, runtime, compiler)
     if weights is not None:
         load(model, weights, progress=progress is None)
@@ -133,6 +142,7 @@ class Compiler:
     plan: Plan
     runtime: Runtime
     dynamic: bool
+    measured: bool
     timeout_s: float
     progress: Callable[[str], None]
     warned: bool = False
@@ -186,7 +196,8 @@ class Compiler:
         check_inputs(self.model, inputs, self.hollows)
         names = self.hollows | {id(b): name for name, b in self.model.named_buffers()}
         with paused_gc(), _torch.lazy_code():
-            program = build(module, inputs, names, self.params, self.plan, Runner(self.progress), self.orders)
+            timed = self.runtime.lowering if self.measured else None
+            program = build(module, inputs, names, self.params, self.plan, Runner(self.progress), self.orders, timed)
             program.settle()
         self.runtime.programs.append(program)
         return Step(self.runtime, program)
@@ -220,8 +231,9 @@ def _groups(mesh: Any, plan: Plan, device: torch.device) -> dict[str, str]:
 
 
 def _device() -> torch.device:
-    """Where parameters live: this rank's GPU under NCCL, else the CPU."""
-    if dist.is_initialized() and torch.cuda.is_available() and "nccl" in dist.get_backend():
+    """Where parameters live: this rank's GPU under NCCL (or emulated), else the CPU."""
+    on_gpu = dist.is_initialized() and any(name in dist.get_backend() for name in ("nccl", "cuda"))
+    if on_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

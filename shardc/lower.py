@@ -52,12 +52,16 @@ class Lowering:
             return emit(graph, name, self)
         if self.backend == "inductor-whole":
             return self._whole(graph, name)
+        return emit(self.outer(graph, name), name, self)
+
+    def outer(self, graph: fx.Graph, name: str) -> fx.Graph:
+        """The graph that calls regions, each of which is compiled."""
         outer = regions(graph, self.known)
         fresh = [r for r in self.known.values() if r.key not in self.compiled]
         for i, region in enumerate(fresh):
             self.progress(f"compiling {name}: region {i + 1} of {len(fresh)} new ({len(self.known)} distinct)")
             self.compiled[region.key] = _torch.compile_graph(with_aten_rows(region.graph))
-        return emit(outer, name, self)
+        return outer
 
     def _whole(self, graph: fx.Graph, name: str) -> Callable[[list[Any]], Any]:
         self.progress(f"compiling {name} as one graph")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch import fx
 
+from passes import ops
 from passes.accumulate import accumulate
 from passes.bucket import bucket
 from passes.build import copy, outputs
@@ -33,7 +34,7 @@ from shardc.capture import Captured
 from shardc.footprint import footprint
 from shardc.plan import Plan
 from shardc.runner import Runner
-from shardc.times import Merging, times_us
+from shardc.times import Merging, Times, times_us
 from shardc.topology import Topology
 
 
@@ -49,6 +50,16 @@ class Variant:
     """accumulators that a backward adds to, by placeholder name"""
     synced: bool = False
     """a backward brings the sums to the optim rung"""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many times longer compute took, as measured, than the roofline says."""
+
+    of: Mapping[str, float] = field(default_factory=dict)
+    """by name of a node"""
+    others: float = 1.0
+    """of nodes that were not measured"""
 
 
 @dataclass(eq=False)
@@ -70,6 +81,8 @@ class Program:
     made: dict[Variant, fx.Graph] = field(default_factory=dict)
     window: float = 1.0
     """of what the schedule would like to gather ahead, the part that it may"""
+    pace: dict[str, Pace] = field(default_factory=dict)
+    """of each half, where it was measured"""
 
     @property
     def topology(self) -> Topology:
@@ -120,7 +133,7 @@ class Program:
     def graph(self, variant: Variant) -> fx.Graph:
         """Of one call, as it runs."""
         if variant not in self.made:
-            graph = self._finish(variant.half, self.draft(variant))
+            graph = self._finish(variant)
             self._verify(graph, variant)
             self.made[variant] = graph
         return self.made[variant]
@@ -143,25 +156,39 @@ class Program:
             layouts = {n: p.layout for n, p in variant.accumulated} | self.layouts
             self.run("verify", verify, layouts, forward=self.forward, backward=graph, synced=variant.synced)
 
-    def _finish(self, half: str, graph: fx.Graph) -> fx.Graph:
+    def times_us(self, graph: fx.Graph, half: str, topology: Topology | None = None) -> Times:
+        """Microseconds of every node of a graph of a half, on the topology that the program was compiled for or another
+        one. What was measured counts for the device that it was measured on. Raises `Error` for a topology that does
+        not say how fast its axes and devices are."""
+        topology = self.topology if topology is None else topology
+        us = times_us(graph, topology)
+        if half not in self.pace or topology.device != self.topology.device:
+            return us
+        pace = self.pace[half]
+        return {n: t if ops.is_start(n) else t * pace.of.get(n.name, pace.others) for n, t in us.items()}
+
+    def _finish(self, variant: Variant) -> fx.Graph:
         """Bucketed, scheduled, and in the order that the ranks agreed on; where they have none yet, they do now."""
+        graph, half = self.draft(variant), variant.half
         order = self.orders.find(half, graph)
         if order is None:
-            own = self._scheduled(copy(graph))
+            own = self.scheduled(copy(graph), half)
             order = self.orders.decide(half, collective_order(own))
             if order == collective_order(own):
                 return own
-        return align(self._scheduled(graph, order), order)
+        return align(self.scheduled(graph, half, order), order)
 
-    def _scheduled(self, graph: fx.Graph, order: Order | None = None) -> fx.Graph:
-        graph = self.run("bucket", self._bucketed, graph, order)
+    def scheduled(self, graph: fx.Graph, half: str, order: Order | None = None) -> fx.Graph:
+        """A draft in buckets (those of an order, or its own) and in its own order. Edits in place."""
+        graph = self.run("bucket", self._bucketed, graph, half, order)
         graph = self.run("relay", relay, graph)
-        us = times_us(graph, self.topology).__getitem__ if self.topology.links else None
+        us = self.times_us(graph, half).__getitem__ if self.topology.links else None
         window_bytes = None if self.window == 1.0 else int(self.window * default_window(graph))
         return self.run("schedule", schedule, graph, us, window_bytes)
 
-    def _bucketed(self, graph: fx.Graph, order: Order | None = None) -> fx.Graph:
-        pays = {"pays": Merging.of(graph, self.topology).pays} if self.topology.links else {}
+    def _bucketed(self, graph: fx.Graph, half: str, order: Order | None = None) -> fx.Graph:
+        links = self.topology.links
+        pays = {"pays": Merging.of(self.times_us(graph, half), self.topology).pays} if links else {}
         return bucket(graph, list(self.registered), order, **pays)
 
     def settle(self) -> None:
@@ -178,7 +205,8 @@ class Program:
         `Error` with what lives at the peak where there is none."""
         steps = [self.step(1), self.step(2)]
         for self.window in (1.0, 0.5, 0.25, 0.0):
-            graphs = {variant: self._scheduled(self.draft(variant)) for variant in {v for step in steps for v in step}}
+            variants = {variant for step in steps for variant in step}
+            graphs = {variant: self.scheduled(self.draft(variant), variant.half) for variant in variants}
             found = [footprint(self, [(variant, graphs[variant]) for variant in step]) for step in steps]
             worst = max(found, key=lambda it: it.peak.bytes)
             if worst.peak.bytes <= limit_bytes:
@@ -189,7 +217,8 @@ class Program:
         """The graphs as they stood after a stage: one joint graph after `capture`, `decompose` and `insert`; forward
         and backward after `partition`, `bucket`, `schedule` and `regions`."""
         if stage == "bucket":
-            return tuple(self._bucketed(copy(half)) for half in self.halves if half is not None)
+            named = zip(self.halves, ("forward", "backward"), strict=True)
+            return tuple(self._bucketed(copy(graph), half) for graph, half in named if graph is not None)
         if stage == "schedule":
             return self.forward, *([self.backward] if self.backward else [])
         if stage == "regions":

@@ -8,7 +8,7 @@ for others than fused ops.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -23,33 +23,46 @@ from passes.text import value_of
 from shardc.links import ring_steps
 from shardc.topology import Topology
 
+Times = Mapping[fx.Node, float]
+"""Microseconds of nodes; of a start, its hop's."""
 
-def times_us(graph: fx.Graph, topology: Topology) -> dict[fx.Node, float]:
-    """Microseconds of every node; of a start, its hop's. Raises `Error` for a topology that does not say."""
+
+def times_us(graph: fx.Graph, topology: Topology) -> Times:
+    """Of every node. Raises `Error` for a topology that does not say."""
     return {node: _node_us(node, topology) for node in graph.nodes}
 
 
 def hop_us(start: fx.Node, topology: Topology) -> float:
-    """Of a hop over several axes at once: a ring through all of their ranks, cut into as many as a host has ranks, so
-    that each crosses the outer axis at a place of its own."""
-    hop, sent_bytes = ops.hop(start), ops.moved_bytes(start)
-    links = [topology.link(axis) for axis in hop.axis.split("+")]
+    """Of a hop, as long as `collective_us` says."""
+    hop = ops.hop(start)
+    return collective_us(topology, hop.kind, hop.axis, ops.moved_bytes(start), hop.size)
+
+
+def collective_us(topology: Topology, kind: str, axis: str, sent_bytes: float, size: int) -> float:
+    """Of a collective of a group of `size` ranks over an axis, or over several ("gpu+node", inner first), in which each
+    sends `sent_bytes`.
+
+    Over several it is a ring through all of their ranks, cut into as many as a host has ranks, so that each crosses the
+    outer axis at a place of its own.
+    """
+    links = [topology.link(name) for name in axis.split("+")]
     if len(links) == 1:
-        return links[0].us(hop.kind, sent_bytes, hop.size)
-    return _flat_us(hop, sent_bytes, topology) + ring_steps(hop.kind, hop.size) * max(it.latency_us for it in links)
+        return links[0].us(kind, sent_bytes, size)
+    return _flat_us(topology, axis, sent_bytes) + ring_steps(kind, size) * max(it.latency_us for it in links)
 
 
-def _flat_us(hop: ops.Hop, sent_bytes: int, topology: Topology) -> float:
-    axes = hop.axis.split("+")
-    inside = accumulate((topology.group_size(axis) for axis in axes), mul, initial=1)
-    return max(sent_bytes / (topology.link(axis).gb_per_s * n) / 1e3 for axis, n in zip(axes, inside, strict=False))
+def _flat_us(topology: Topology, axis: str, sent_bytes: float) -> float:
+    axes = axis.split("+")
+    inside = accumulate((topology.group_size(name) for name in axes), mul, initial=1)
+    return max(sent_bytes / (topology.link(name).gb_per_s * n) / 1e3 for name, n in zip(axes, inside, strict=False))
 
 
 def sent_us(start: fx.Node, topology: Topology) -> float:
     """Of a hop, the part that is bandwidth: as much of a larger one as it is of that one's bytes."""
     hop, sent_bytes = ops.hop(start), ops.moved_bytes(start)
-    links = [topology.link(axis) for axis in hop.axis.split("+")]
-    return links[0].sent_us(hop.kind, sent_bytes) if len(links) == 1 else _flat_us(hop, sent_bytes, topology)
+    if "+" in hop.axis:
+        return _flat_us(topology, hop.axis, sent_bytes)
+    return topology.link(hop.axis).sent_us(hop.kind, sent_bytes)
 
 
 @dataclass(frozen=True)
@@ -67,8 +80,8 @@ class Merging:
     """of the busiest lane, were nothing merged, as a part of compute"""
 
     @classmethod
-    def of(cls, graph: fx.Graph, topology: Topology) -> Merging:
-        us = times_us(graph, topology)
+    def of(cls, us: Times, topology: Topology) -> Merging:
+        """For a graph whose nodes take so long, on the topology."""
         lanes: Counter[str] = Counter()
         for node, takes_us in us.items():
             lanes[ops.hop(node).axis if ops.is_start(node) else ""] += takes_us  # type: ignore[assignment]
@@ -89,13 +102,12 @@ class Merging:
 
 
 def _chain(start: fx.Node) -> list[fx.Node]:
-    """The hops of one purpose that take each other's results, of which a hop is one."""
-    purpose, chain = ops.hop(start).purpose, [start]
-    while ops.is_wait(before := chain[0].args[0]) and ops.hop(before).purpose == purpose:
+    """The hops up (or down) the ladder that take each other's results, of which a hop is one: a gather that takes what
+    a refresh brings, too, so that both are in buckets or neither, and one can relay the other."""
+    climbs, chain = start.target is ops.all_gather, [start]
+    while ops.is_wait(before := chain[0].args[0]) and (before.args[0].target is ops.all_gather) == climbs:
         chain.insert(0, before.args[0])
     while following := [s for wait in chain[-1].users for s in wait.users if ops.is_start(s)]:
-        if ops.hop(following[0]).purpose != purpose:
-            break
         chain.append(following[0])
     return chain
 

@@ -10,17 +10,13 @@ buffers are in the forecast (`staging`). Exits with 1 where a forecast is off by
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import os
 import sys
-import threading
-import time
-from collections.abc import Callable
 from itertools import product
 
 import torch
 import torch.distributed as dist
+from allocator import grown
 from llama import Config, Llama
 
 import shardc
@@ -37,11 +33,6 @@ PLANS = {
 }
 CONFIG = Config(dim=256, layers=4, heads=4, kv_heads=4, hidden=688, vocab=2048, context=256)
 BATCH, WARMUP, STEPS = 2, 2, 3
-FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-
-
-class _Info(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS]
 
 
 def main() -> int:
@@ -91,33 +82,6 @@ def measure(plan: shardc.Plan, micro_batches: int) -> tuple[int, Footprint]:
     foretold = footprint(program, [(v, program.graph(v)) for v in program.step(micro_batches)], staging=True)
     measured = foretold.rest_bytes + batch.nbytes + sorted(peaks[WARMUP:])[STEPS // 2]
     return measured, foretold
-
-
-def grown(run: Callable[[], None]) -> int:
-    """The most bytes that are given out while it runs, above those that were before."""
-    gc.collect()
-    before, most, over = given_out(), [0], threading.Event()
-
-    def watch() -> None:
-        while not over.is_set():
-            most[0] = max(most[0], given_out() - before)
-            time.sleep(0.0003)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    run()
-    over.set()
-    thread.join()
-    return most[0]
-
-
-LIBC = ctypes.CDLL("libc.so.6")
-LIBC.mallinfo2.restype = _Info
-
-
-def given_out() -> int:
-    info = LIBC.mallinfo2()
-    return info.uordblks + info.hblkhd
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""FSDP2 as a baseline, with its best prefetch settings; on a CPU with the overlap of reduces that a GPU would have."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from llama import Llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def sharded_by_fsdp2(
+    model: Llama,
+    device: str,
+    sizes: Sequence[int],
+    *,
+    replicated: bool,
+    compiled: bool,
+    prefetch: int,
+    streams: bool,
+) -> tuple[Llama, Callable[[], None]]:
+    """The model, and what waits for all reduces. `sizes` are nodes and GPUs a node; `replicated`: over the nodes."""
+    mesh = init_device_mesh(device, tuple(sizes), mesh_dim_names=("node", "gpu"))
+    reduces = Reduces(mesh["node"].get_group() if replicated else None) if streams else None
+    if not replicated:
+        mesh = init_device_mesh(device, (sizes[0] * sizes[1],))
+    elif reduces:
+        mesh = mesh["gpu"]
+    parts = [*model.layers, model]
+    for part in parts:
+        if compiled and part is not model:
+            part.compile(fullgraph=True, dynamic=False)
+        fully_shard(part, mesh=mesh)
+    layers = list(model.layers)
+    forward = [model, *layers]
+    for i, part in enumerate(forward):
+        part.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + prefetch])
+    backward = [model, *reversed(layers)]
+    for i, part in enumerate(backward):
+        part.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + prefetch])
+    if device == "cpu":
+        model._set_unshard_async_op(True)
+    if reduces:
+        for part in parts:
+            part.set_custom_reduce_scatter(reduces)
+            if replicated:
+                part.set_all_reduce_hook(reduces.all_reduce)
+    return model, reduces.settle if reduces else lambda: None
+
+
+class Reduces:
+    """Reduce-scatters as a stream would run them: the thread that starts one goes on, unless one is in flight."""
+
+    def __init__(self, over_nodes: dist.ProcessGroup | None):
+        self.over_nodes = over_nodes
+        self.queue: SimpleQueue[Callable[[], Any]] = SimpleQueue()
+        self.scattered: list[dist.Work] = []
+        self.open = 0
+        self.idle = threading.Condition()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        if self.scattered:
+            self.scattered.pop().wait()
+        self.scattered.append(dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op=True))
+        self._follow(self.scattered[0], input_tensor)
+
+    def _follow(self, work: dist.Work, held: torch.Tensor) -> None:
+        self._put(lambda: (work.wait(), held))
+
+    def all_reduce(self, output: torch.Tensor) -> None:
+        """Over the nodes, behind its reduce-scatter."""
+        self._put(lambda: dist.all_reduce(output, dist.ReduceOp.AVG, self.over_nodes))
+
+    def _put(self, call: Callable[[], Any]) -> None:
+        with self.idle:
+            self.open += 1
+        self.queue.put(call)
+
+    def _run(self) -> None:
+        while True:
+            self.queue.get()()
+            with self.idle:
+                self.open -= 1
+                self.idle.notify_all()
+
+    def settle(self) -> None:
+        with self.idle:
+            self.idle.wait_for(lambda: not self.open)
+        self.scattered.clear()

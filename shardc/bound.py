@@ -1,0 +1,155 @@
+"""Bound: what no order of a step's compute and moves can beat.
+
+It is that of the plan, not of an order, nor of buckets: it is taken from the graphs before they are bucketed. Nothing
+can begin before what leads to it is over: the longest chain, and all that one lane has to do of it. Nothing can be the
+last before what follows from it, which takes as long as its longest chain, and as all that one lane has to do of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import fx
+
+from passes import ops
+from passes.accumulate import PREFIX
+from passes.build import outputs, placeholders
+from shardc.program import Program, Variant
+from shardc.timeline import COMPUTE, Bound
+from shardc.times import Times, sent_us
+from shardc.topology import Topology
+
+
+@dataclass
+class _Job:
+    us: float
+    lane: str
+    work_us: float
+    """at full bandwidth"""
+    needs: list[int]
+
+
+def bound_of(program: Program, topology: Topology, variants: Iterable[Variant]) -> Bound:
+    """Of a step that makes these calls."""
+    step = _Step(program, topology)
+    for variant in variants:
+        step.add(variant)
+    return step.bound()
+
+
+class _Step:
+    """All nodes of a step, before buckets, and what each needs, over the borders of calls too."""
+
+    def __init__(self, program: Program, topology: Topology):
+        self.program, self.topology = program, topology
+        self.drafts: dict[Variant, tuple[fx.Graph, Times]] = {}
+        self.jobs: list[_Job] = []
+        self.results: list[int] = []
+        self.saved: list[int | None] = []
+        """of the forward before"""
+        self.copies: dict[str, int] = {}
+        self.sums: dict[str, int] = {}
+        """by parameter name"""
+
+    def add(self, variant: Variant) -> None:
+        """A call after those before it."""
+        if variant not in self.drafts:
+            graph = self.program.draft(variant)
+            self.drafts[variant] = graph, self.program.times_us(graph, variant.half, self.topology)
+        graph, us = self.drafts[variant]
+        given = self._given(graph, variant)
+        number: dict[fx.Node, int] = {}
+        for node in graph.nodes:
+            number[node] = len(self.jobs)
+            needs = given.get(node, []) if node.op == "placeholder" else [number[n] for n in node.all_input_nodes]
+            is_start = ops.is_start(node)
+            work = sent_us(node, self.topology) if is_start else us[node]
+            self.jobs.append(_Job(us[node], ops.hop(node).axis if is_start else COMPUTE, work, needs))
+        if variant.half == "backward":
+            self.sums = {name: number[node] for name, node in outputs(graph).items()}
+        else:
+            results, saved, copies = (*outputs(graph), {})[:3]
+            self.results = [number[node] for node in results if isinstance(node, fx.Node)]
+            self.saved = [number.get(node) for node in saved]
+            self.copies |= {name: number[node] for name, node in copies.items()}
+
+    def _given(self, graph: fx.Graph, variant: Variant) -> dict[fx.Node, list[int]]:
+        """What a call's placeholders wait for: copies, or saved values, then tangents, then sums of gradients."""
+        nodes = list(placeholders(graph).values())
+        if variant.half == "forward":
+            layouts = self.program.layouts
+            names = {node: layouts[node.name].name for node in nodes if node.name in layouts}
+            return {node: [self.copies[name]] for node, name in names.items() if name in self.copies}
+        saved = {node: [i] for node, i in zip(nodes, self.saved, strict=False) if i is not None}
+        sums = {PREFIX + name: p.layout.name for name, p in variant.accumulated}
+        tangents = {node: self.results for node in nodes[len(self.saved) :] if node.name not in sums}
+        return saved | tangents | {node: [self.sums[sums[node.name]]] for node in nodes if node.name in sums}
+
+    def bound(self) -> Bound:
+        followers: list[list[int]] = [[] for _ in self.jobs]
+        for i, job in enumerate(self.jobs):
+            for before in job.needs:
+                followers[before].append(i)
+        heads_us = _before_us(self.jobs, [job.needs for job in self.jobs])
+        tails_us = _before_us(self.jobs[::-1], [_mirrored(f, len(self.jobs)) for f in reversed(followers)])[::-1]
+        lanes: dict[str, list[tuple[float, float, float]]] = {}
+        critical_us = 0.0
+        for job, head_us, tail_us in zip(self.jobs, heads_us, tails_us, strict=True):
+            critical_us = max(critical_us, head_us + job.us + tail_us)
+            if job.us > 0:
+                lanes.setdefault(job.lane, []).append((head_us, job.work_us, tail_us))
+        return Bound({lane: _lane_bound(jobs) for lane, jobs in lanes.items()}, critical_us)
+
+
+def _lane_bound(jobs: Iterable[tuple[float, float, float]]) -> float:
+    """Whichever jobs (head, work, tail) one takes: the first of them cannot begin before its head, the last leaves its
+    tail to do."""
+    best_us, all_us, least_us = 0.0, 0.0, inf
+    for head_us, work_us, tail_us in sorted(jobs, reverse=True):
+        all_us, least_us = all_us + work_us, min(least_us, tail_us)
+        best_us = max(best_us, head_us + all_us + least_us)
+    return best_us
+
+
+def _mirrored(numbers: Iterable[int], count: int) -> list[int]:
+    return [count - 1 - i for i in numbers]
+
+
+def _before_us(jobs: Sequence[_Job], needs: Sequence[Sequence[int]]) -> list[float]:
+    """When each job can begin at the earliest: behind the longest chain that leads to it, and behind all that any one
+    lane has to do before it. Jobs come behind those that they need."""
+    loads_us = _loads_us(jobs, needs)
+    begin_us: list[float] = []
+    for i, load_us in enumerate(loads_us):
+        begin_us.append(max([load_us, *(begin_us[n] + jobs[n].us for n in needs[i])]))
+    return begin_us
+
+
+ROWS = 512
+"""of the matrix of who needs whom that are looked at together"""
+
+
+def _loads_us(jobs: Sequence[_Job], needs: Sequence[Sequence[int]]) -> list[float]:
+    """Of all that each job needs, however far back, what the busiest lane has to do."""
+    working = [i for i, job in enumerate(jobs) if job.work_us > 0]
+    bit = {i: 1 << column for column, i in enumerate(working)}
+    lanes = {lane: i for i, lane in enumerate(dict.fromkeys(job.lane for job in jobs))}
+    width = (len(working) + 7) // 8
+    work_us = torch.zeros(8 * width, len(lanes))
+    for column, i in enumerate(working):
+        work_us[column, lanes[jobs[i].lane]] = jobs[i].work_us
+    reached: list[int] = []
+    for of_job in needs:
+        bits = 0
+        for n in of_job:
+            bits |= reached[n] | bit.get(n, 0)
+        reached.append(bits)
+    loads_us: list[float] = []
+    for first in range(0, len(reached), ROWS):
+        rows = b"".join(bits.to_bytes(width, "little") for bits in reached[first : first + ROWS])
+        matrix = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, width, 1) >> torch.arange(8) & 1
+        loads_us += (matrix.flatten(1).float() @ work_us).amax(1).tolist()
+    return loads_us
