@@ -36,8 +36,9 @@ ordinary ops that a compiler fuses with casts. Parameters are packed in the orde
 
 What is together is read from the order of compute: gathers and refreshes whose parameters are first needed in one
 stretch of a repeated block, reduces and syncs whose gradients are made in one, as far as that pays: a large parameter
-that is gathered on its own needs no copies. Or it is what the ranks agreed on (`passes.order`), where a graph was
-traced for shapes of its own.
+that is gathered on its own needs no copies. In the stretches that gather first, and in those that reduce last, there is
+little else to hide a hop behind, and large ones pay less. Or it is what the ranks agreed on (`passes.order`), where a
+graph was traced for shapes of its own.
 """
 
 from __future__ import annotations
@@ -58,11 +59,19 @@ from passes.regions import blocks
 
 aten = torch.ops.aten
 
-Pays = Callable[[fx.Node], bool]
+Pays = Callable[[fx.Node, bool], bool]
+"""Of a hop, which may be one of the first gathers or of the last reduces: is it worth its copies to be in a bucket?"""
+
+ENDS = 2
+"""Stretches, the first that gather and the last that reduce: an embedding's or a head's, and the block next to it."""
+
+
+def _anywhere(start: fx.Node, at_end: bool) -> bool:
+    return True
 
 
 def bucket(
-    graph: fx.Graph, names: Sequence[str], order: Sequence[ops.Hop] | None = None, pays: Pays = lambda start: True
+    graph: fx.Graph, names: Sequence[str], order: Sequence[ops.Hop] | None = None, pays: Pays = _anywhere
 ) -> fx.Graph:
     """`names` are the parameters in the order in which the model registers them, `order` the one that the ranks agreed
     on, of buckets; `pays` says of a hop whether it is worth its copies to be in one. Edits in place."""
@@ -84,12 +93,15 @@ def agreed_buckets(graph: fx.Graph, order: Sequence[ops.Hop]) -> list[list[fx.No
     return [group for group in groups if len(group) > 1]
 
 
-def choose_buckets(graph: fx.Graph, names: Sequence[str], pays: Pays = lambda start: True) -> list[list[fx.Node]]:
+def choose_buckets(graph: fx.Graph, names: Sequence[str], pays: Pays = _anywhere) -> list[list[fx.Node]]:
     """The starts of each bucket of more than one, in the order of the graph."""
     place = {name: i for i, name in enumerate(names)}
     stretch = _stretches(graph)
+    at_end = _at_ends(stretch)
     groups: dict[tuple[object, ...], list[fx.Node]] = {}
-    for start in filter(pays, ops.hops(graph)):
+    for start in ops.hops(graph):
+        if not pays(start, start in at_end):
+            continue
         hop, value = ops.hop(start), start.args[0].meta["val"]
         key = (hop.kind, hop.axis, hop.purpose, hop.again, value.dtype, stretch[start])
         groups.setdefault(key, []).append(start)
@@ -112,6 +124,17 @@ def _stretches(graph: fx.Graph) -> dict[fx.Node, int]:
         if node in lead:
             at[node] = min((at[user] for user in node.users), default=at[node])
     return {start: at[start] for start in ops.hops(graph)}
+
+
+def _at_ends(stretch: dict[fx.Node, int]) -> set[fx.Node]:
+    """The gathers of the first stretches that have any, and the reduces of the last ones."""
+    climbs = {start: at for start, at in stretch.items() if start.target is ops.all_gather}
+    descends = {start: -at for start, at in stretch.items() if start not in climbs}
+    found = set()
+    for places in (climbs, descends):
+        ends = sorted(set(places.values()))[:ENDS]
+        found |= {start for start, at in places.items() if at in ends}
+    return found
 
 
 @dataclass(frozen=True)

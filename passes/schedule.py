@@ -28,11 +28,12 @@ becomes
         z: f32[4, 8] = mm(y, g)
         return ([z], [])
 
-Compute keeps its order, and stays whole: hops go between the stretches of one repeated block, never into one. Between
-two stretches a lane that will be idle during the next one gets its next hop: a gather that is urgent, else a reduce
-(which frees memory), else the gather that is needed next, as long as what is gathered ahead fits a window of bytes. A
-gather is waited for right before the stretch that needs it, everything else at the first border behind its end. Which
-of several gathers or reduces goes first is a rule; all `RULES` are tried, and the order that ends first is taken.
+Compute keeps its order. A stretch of it is a repeated block, or the part of one from where a gather is first needed, or
+up to where a reduce is fed, to the next such place; hops go between stretches. There a lane that will be idle during
+the next stretch gets its next hop: a gather that is urgent, else a reduce (which frees memory), else the gather that is
+needed next, as long as what is gathered ahead fits a window of bytes. A gather is waited for right before the stretch
+that needs it, everything else at the first border behind its end. Which of several gathers or reduces goes first is a
+rule; all `RULES` are tried, and the order that ends first is taken.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ def lay_out(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[Flight]]:
     lead = leading(graph)
     trail = _trailing(graph, lead)
     apart = {*lead, *trail, *(node for node in graph.nodes if ops.is_hop(node))}
-    stretches = _stretches([node for node in graph.nodes if node.op == "call_function" and node not in apart])
+    compute = [node for node in graph.nodes if node.op == "call_function" and node not in apart]
+    stretches = [part for nodes in _stretches(compute) for part in _cut(nodes, lead)]
     number = {node: i for i, nodes in enumerate(stretches) for node in nodes}
     owner: dict[fx.Node, Flight] = {}
     flights = [_flight(start, number, owner) for start in ops.hops(graph)]
@@ -163,6 +165,34 @@ def _stretches(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
         block = here
         found[-1].append(node)
     return found
+
+
+def _cut(nodes: Sequence[fx.Node], lead: set[fx.Node]) -> list[list[fx.Node]]:
+    """A stretch of a block, cut before what needs a gather first, and behind what feeds a reduce."""
+    needing = _needing(nodes)
+    found: list[list[fx.Node]] = [[]]
+    for node in nodes:
+        if node in needing and found[-1]:
+            found.append([])
+        found[-1].append(node)
+        if _feeds(node, lead) and node is not nodes[-1]:
+            found.append([])
+    return found
+
+
+def _needing(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The first of a stretch that take what a gather brings."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        for value in node.all_input_nodes:
+            if ops.is_wait(value) and ops.hop(value).kind == "all_gather":
+                found.setdefault(value, node)
+    return set(found.values())
+
+
+def _feeds(node: fx.Node, lead: set[fx.Node]) -> bool:
+    """Whether a hop takes a value, as it is or through what leads to it."""
+    return any(ops.is_start(user) or user in lead for user in node.users)
 
 
 def _placed(node: fx.Node) -> fx.Node:

@@ -3,6 +3,9 @@
 It is that of the plan, not of an order, nor of buckets: it is taken from the graphs before they are bucketed. Nothing
 can begin before what leads to it is over: the longest chain, and all that one lane has to do of it. Nothing can be the
 last before what follows from it, which takes as long as its longest chain, and as all that one lane has to do of it.
+
+Between a forward and its backward parameters rest where the plan says (`after_forward`): a backward gathers them when
+the forward is over, not before.
 """
 
 from __future__ import annotations
@@ -66,6 +69,8 @@ class _Step:
             number[node] = len(self.jobs)
             needs = given.get(node, []) if node.op == "placeholder" else [number[n] for n in node.all_input_nodes]
             is_start = ops.is_start(node)
+            if is_start and variant.half == "backward":
+                needs = needs + self.results
             work = sent_us(node, self.topology) if is_start else us[node]
             self.jobs.append(_Job(us[node], ops.hop(node).axis if is_start else COMPUTE, work, needs))
         if variant.half == "backward":

@@ -88,10 +88,14 @@ class Merging:
         compute_us = lanes.pop("", 0) or 1.0
         return cls(topology, max(lanes.values(), default=0) / compute_us)
 
-    def pays(self, start: fx.Node) -> bool:
+    def pays(self, start: fx.Node, at_end: bool = False) -> bool:
+        """`at_end`: with nothing to hide behind but the rest of its block, which can begin when a part has come."""
         chain = _chain(start)
         first, last = chain[0], chain[-1]
-        saved_us = sum(hop_us(hop, self.topology) - sent_us(hop, self.topology) for hop in chain)
+        sent = sum(sent_us(hop, self.topology) for hop in chain)
+        saved_us = sum(hop_us(hop, self.topology) for hop in chain) - sent
+        if at_end and sent > saved_us:
+            return False
         if ops.hop(start).kind != "all_gather":
             return saved_us > 0
         at_rest = first.args[0] if first.args[0].op == "placeholder" else None

@@ -47,11 +47,10 @@ def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 4]):
     'layers.0'
     f: f32[4, 4] = wait(a)
     y: f32[4, 4] = mm(x, f)
-    'layers.1'
-    g: f32[4, 4] = wait(b)
     'layers.1.norm'
     z: f32[4, 4] = relu(y)
     'layers.1'
+    g: f32[4, 4] = wait(b)
     o: f32[4, 4] = mm(z, g)
     return [o]
 """,
@@ -84,10 +83,10 @@ def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 5]):
     f: bf16[4, 4] = all_gather(s, 'node', 2, purpose='refresh', params=['layers.0.v'])
     b: f32[4, 4] = wait(a)
     c: f32[8, 4] = all_gather(b, 'gpu', 2, params=['layers.0.w'])
-    g: bf16[4, 4] = wait(f)
     d: f32[8, 4] = wait(c)
     e: f32[5, 4] = compact(d, 5, [2, 2])
     y: f32[4, 4] = mm(x, e)
+    g: bf16[4, 4] = wait(f)
     z: f32[4, 4] = mul.Tensor(y, g)
     return [z]
 """,
@@ -118,18 +117,16 @@ def forward(x: f32[4, 4], y: f32[4, 4], tangents_1: f32[4, 4]):
     'layers.1'
     g: f32[4, 4] = mm(x, tangents_1)
     m: f32[4, 4] = mul.Tensor(g, 0.5)
-    h: f32[4, 4] = mm(tangents_1, x)
     r: f32[2, 4] = reduce_scatter(m, 'gpu', 2, params=['layers.1.w'])
-    'layers.0'
-    i: f32[4, 4] = mm(y, h)
-    'layers.1'
+    h: f32[4, 4] = mm(tangents_1, x)
     s: f32[2, 4] = wait(r)
     n: f32[2, 4] = all_reduce(s, 'node', 2, params=['layers.1.w'])
     'layers.0'
-    t: f32[2, 4] = reduce_scatter(i, 'gpu', 2, params=['layers.0.w'])
+    i: f32[4, 4] = mm(y, h)
     'layers.1'
     o: f32[2, 4] = wait(n)
     'layers.0'
+    t: f32[2, 4] = reduce_scatter(i, 'gpu', 2, params=['layers.0.w'])
     u: f32[2, 4] = wait(t)
     return {'layers.1.w': o, 'layers.0.w': u}
 """,
@@ -150,8 +147,8 @@ def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 4]):
         """\
 def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 4]):
     a: f32[4, 4] = all_gather(w, 'gpu', 2, params=['w'])
-    f: f32[4, 4] = wait(a)
     y: f32[4, 4] = relu(x)
+    f: f32[4, 4] = wait(a)
     z: f32[4, 4] = mm(y, f)
     return [z]
 """,

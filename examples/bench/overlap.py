@@ -41,7 +41,7 @@ from shardc.links import Device, Link
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {
-    "cpu": (Config(dim=384, layers=8, heads=6, kv_heads=6, hidden=1024, vocab=4096, context=256), 2),
+    "cpu": (Config(dim=320, layers=16, heads=5, kv_heads=5, hidden=864, vocab=4096, context=256), 2),
     "cuda": (Config(dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocab=128256, context=4096), 1),
 }
 DEVICES = {"cpu": Device("a CPU core", 0.05, 10.0, 16.0), "cuda": Device("H200-SXM", 989, 4800, 141, slower_fp32=2.0)}
