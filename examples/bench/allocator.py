@@ -17,13 +17,13 @@ class _Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in FIELDS]
 
 
-def grown(run: Callable[[], None]) -> int:
+def grown(run: Callable[[], object]) -> int:
     """Bytes above those that were given out before. Of the C library's they are looked at every 0.3 ms."""
     gc.collect()
     return _grown_on_gpu(run) if torch.cuda.is_available() else _grown_on_cpu(run)
 
 
-def _grown_on_gpu(run: Callable[[], None]) -> int:
+def _grown_on_gpu(run: Callable[[], object]) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -32,7 +32,7 @@ def _grown_on_gpu(run: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _grown_on_cpu(run: Callable[[], None]) -> int:
+def _grown_on_cpu(run: Callable[[], object]) -> int:
     before, most, over = given_out(), [0], threading.Event()
 
     def watch() -> None:

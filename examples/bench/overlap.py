@@ -4,20 +4,21 @@
     python examples/bench/overlap.py --worlds 64 --plans zero3 --ratios 1
 
 One process is one rank (`shardc.emulate`): compute is real, collectives take as long as the links would. For each row
-the links are set so that the busiest lane has `ratio` times as much to do as compute (as one process has it, compiled
-block by block). All systems train the same Llama-like model, a step of one after a step of the other. A step is a
-forward and a backward, medians.
+the links are set so that the busiest lane of the plan has `ratio` times as much to do as compute (as one process has
+it, compiled block by block). All systems train the same Llama-like model, a step of one after a step of the other. A
+step is a forward and a backward; medians.
 
     FSDP2             fully_shard on every block and on the model, prefetching `--prefetch` blocks
     FSDP2 + compile   the same with compiled blocks
-    shardc            compile(measure=True), under a memory limit: the peak of FSDP2 + compile as measured
+    shardc            compile(measure=True), with the measured peak of FSDP2 + compile as its memory limit
 
 On a CPU FSDP2 stands still in every reduce, for it leaves overlap to streams. Two more rows (`, streams`) give it what
 a GPU would: reduces that are only waited for at the end of the backward, or when too many are in flight. IIG has no
 counterpart in FSDP2; it is compared with HSDP.
 
 bound: by the plan's own dependencies, one hop a parameter and no latencies, with compute as measured region by region.
-exposed: that compute stood still in waits. peak: above what rests between steps.
+exposed: that compute stood still in waits. foretold: the step as `shardc.simulate` has it. peak: with master parameters
+and AdamW's state.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from allocator import grown
@@ -36,6 +38,7 @@ from fsdp2 import sharded_by_fsdp2
 from llama import Config, Llama
 
 import shardc
+from shardc.cost import by_axis, step_bytes
 from shardc.emulate import World, emulate
 from shardc.links import Device, Link
 
@@ -77,18 +80,21 @@ class System:
         self.exposed: list[float] = []
         self.peak = 0
 
-    def step(self, batch: torch.Tensor) -> None:
+    def step(self, batch: torch.Tensor) -> float:
+        """Returns the seconds that it took to settle."""
         self.model(*batch).backward()
+        began = time.perf_counter()
         self.settle()
+        return time.perf_counter() - began
 
     def timed(self, batch: torch.Tensor, world: World) -> None:
         world.clear()
         wait_for_device()
         began = time.perf_counter()
-        self.step(batch)
+        settled_s = self.step(batch)
         wait_for_device()
         self.seconds.append(time.perf_counter() - began)
-        self.exposed.append(world.exposed_s)
+        self.exposed.append(world.exposed_s + settled_s)
         self.rest()
 
     def rest(self) -> None:
@@ -105,8 +111,9 @@ def main() -> None:
     batch = torch.randint(config.vocab, (2, rows, config.context), device=DEVICE)
     compute_s = alone_s(config, batch)
     print(f"torch {torch.__version__}, {DEVICE}, {config}, {rows} rows; alone {compute_s * 1e3:.0f} ms a step\n")
-    print("| world | plan | comm / compute | system | step ms | exposed ms | bound ms | bound / step | peak MiB |")
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    names = ("world", "plan", "comm / compute", "system", "step ms", "exposed ms", "bound ms", "bound / step")
+    print(f"| {' | '.join(names)} | foretold ms | peak MiB |")
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     for world, plan, ratio in product(options.worlds, options.plans, options.ratios):
         compare(world, plan, ratio, config, batch, compute_s, options)
 
@@ -137,40 +144,51 @@ def compare(
     compute_s: float,
     options: argparse.Namespace,
 ) -> None:
+    """A row for each system."""
     shape = shardc.Topology(node=WORLDS[world][0], gpu=WORLDS[world][1])
     topology = with_links(shape, name, config, ratio * compute_s)
     with emulate(topology, DEVICE) as emulated:
         systems = baselines(config, topology, name, options.prefetch)
         for system in systems:
-            system.step(batch)
-            system.rest()
-            system.peak = grown(lambda system=system: system.step(batch))
-            system.rest()
-        limit = systems[1].peak
-        systems.append(ours(config, topology, name, batch, limit))
+            look_at_peak(system, batch, rest_bytes(config, topology, "zero3" if name == "zero3" else "hsdp"))
+        limit = next(system.peak for system in systems if system.name == "FSDP2 + compile")
+        systems.append(ours(config, topology, name, limit))
+        look_at_peak(systems[-1], batch, rest_bytes(config, topology, name))
         for _ in range(2 + options.steps):
             for system in systems:
                 system.timed(batch, emulated)
-        bound_s = shardc.simulate(shardc.programs(systems[-1].model)[0]).bound.us / 1e6
+        timeline = shardc.simulate(shardc.programs(systems[-1].model)[0])
+    bound_s, foretold_s = timeline.bound.us / 1e6, timeline.step_us / 1e6
     for system in systems:
         step_s, exposed_s = statistics.median(system.seconds[2:]), statistics.median(system.exposed[2:])
+        foretold = f"{foretold_s * 1e3:.0f} ({foretold_s / step_s - 1:+.1%})" if system.name == "shardc" else "-"
         print(
             f"| {world} | {name} | {ratio} | {system.name} | {step_s * 1e3:.0f} | {exposed_s * 1e3:.0f} "
-            f"| {bound_s * 1e3:.0f} | {bound_s / step_s:.3f} | {system.peak / 2**20:.1f} |",
+            f"| {bound_s * 1e3:.0f} | {bound_s / step_s:.3f} | {foretold} | {system.peak / 2**20:.1f} |",
             flush=True,
         )
 
 
-def plan_of(name: str, topology: shardc.Topology) -> shardc.Plan:
+def look_at_peak(system: System, batch: torch.Tensor, rest: int) -> None:
+    for _ in range(2):
+        system.peak = rest + grown(lambda: system.step(batch))
+        system.rest()
+
+
+def rest_bytes(config: Config, topology: shardc.Topology, name: str) -> int:
+    """Master parameters and AdamW's two values of each element."""
+    pieces = topology.sizes[1] if name == "hsdp" else topology.world
+    return sum(3 * p.nbytes for p in made_on_meta(config).parameters()) // pieces
+
+
+def plan_of(name: str, topology: shardc.Topology, **options: Any) -> shardc.Plan:
     if name == "IIG":
-        return shardc.Plan.paro(topology, "IIG")
-    return {"zero3": shardc.Plan.zero3, "hsdp": shardc.Plan.hsdp}[name](topology)
+        return shardc.Plan.paro(topology, "IIG", **options)
+    return {"zero3": shardc.Plan.zero3, "hsdp": shardc.Plan.hsdp}[name](topology, **options)
 
 
 def with_links(shape: shardc.Topology, name: str, config: Config, busy_s: float) -> shardc.Topology:
     """Links with which the busiest lane of a plan has so much to do at full bandwidth."""
-    from shardc.cost import by_axis, step_bytes
-
     parameters = {n: (tuple(p.shape), p.dtype, True) for n, p in made_on_meta(config).named_parameters()}
     sent = by_axis(step_bytes(plan_of(name, shape), parameters, 1))
     slowest = max(sent["node"], sent["gpu"] / FASTER_INSIDE)
@@ -202,15 +220,9 @@ def baselines(config: Config, topology: shardc.Topology, name: str, prefetch: in
     return found
 
 
-def ours(config: Config, topology: shardc.Topology, name: str, batch: torch.Tensor, limit: int) -> System:
-    plan = plan_of(name, topology)
-    model = shardc.compile(made(config), plan, measure=True, progress=lambda text: None)
-    system = System("shardc", model)
-    system.step(batch)
-    system.rest()
-    system.peak = grown(lambda: system.step(batch))
-    system.rest()
-    return system
+def ours(config: Config, topology: shardc.Topology, name: str, limit: int) -> System:
+    plan = plan_of(name, topology, memory_limit=limit)
+    return System("shardc", shardc.compile(made(config), plan, measure=True, progress=lambda text: None))
 
 
 def wait_for_device() -> None:
