@@ -113,8 +113,8 @@ def test_opt_takes_one_half(opt) -> None:
 def backward(x: f32[2, 8], tangents_1: f32[2, 4]):
     t: f32[8, 2] = permute(x, [1, 0])
     g: f32[8, 4] = mm(t, tangents_1)
-    n: f32[8, 4] = neg(g)
     r: f32[4, 4] = reduce_scatter(g, 'gpu', 2, params=['layers.0.w'])
+    n: f32[8, 4] = neg(g)
     s: f32[4, 4] = wait(r)
     return {'layers.0.w': s, 'x': n}
 """,
