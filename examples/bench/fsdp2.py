@@ -36,21 +36,25 @@ def sharded_by_fsdp2(
         if compiled and part is not model:
             part.compile(fullgraph=True, dynamic=False)
         fully_shard(part, mesh=mesh)
-    layers = list(model.layers)
-    forward = [model, *layers]
-    for i, part in enumerate(forward):
-        part.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + prefetch])
-    backward = [model, *reversed(layers)]
-    for i, part in enumerate(backward):
-        part.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + prefetch])
+    _prefetch(model, prefetch)
     if device == "cpu":
         model._set_unshard_async_op(True)
-    if reduces:
-        for part in parts:
-            part.set_custom_reduce_scatter(reduces)
-            if replicated:
-                part.set_all_reduce_hook(reduces.all_reduce)
-    return model, reduces.settle if reduces else lambda: None
+    if not reduces:
+        return model, lambda: None
+    for part in parts:
+        part.set_custom_reduce_scatter(reduces)
+        if replicated:
+            part.set_all_reduce_hook(reduces.all_reduce)
+    return model, reduces.settle
+
+
+def _prefetch(model: Llama, count: int) -> None:
+    """Each part gathers the next few, in the forward and in the backward."""
+    forward, backward = [model, *model.layers], [model, *reversed(model.layers)]
+    for i, part in enumerate(forward):
+        part.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + count])
+    for i, part in enumerate(backward):
+        part.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + count])
 
 
 class Reduces:
@@ -77,11 +81,9 @@ class Reduces:
     ) -> None:
         if self.scattered:
             self.scattered.pop().wait()
-        self.scattered.append(dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op=True))
-        self._follow(self.scattered[0], input_tensor)
-
-    def _follow(self, work: dist.Work, held: torch.Tensor) -> None:
-        self._put(lambda: (work.wait(), held))
+        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op=True)
+        self.scattered.append(work)
+        self._put(lambda: (work.wait(), input_tensor))
 
     def all_reduce(self, output: torch.Tensor) -> None:
         """Over the nodes, behind its reduce-scatter."""
