@@ -142,8 +142,8 @@ def _loads_us(jobs: Sequence[_Job], needs: Sequence[Sequence[int]]) -> list[floa
     working = [i for i, job in enumerate(jobs) if job.work_us > 0]
     bit = {i: 1 << column for column, i in enumerate(working)}
     lanes = {lane: i for i, lane in enumerate(dict.fromkeys(job.lane for job in jobs))}
-    width = (len(working) + 7) // 8
-    work_us = torch.zeros(8 * width, len(lanes))
+    width = len(working) // 8 + 1
+    work_us = torch.zeros(8 * width, len(lanes), dtype=torch.float64)
     for column, i in enumerate(working):
         work_us[column, lanes[jobs[i].lane]] = jobs[i].work_us
     reached: list[int] = []
@@ -156,5 +156,5 @@ def _loads_us(jobs: Sequence[_Job], needs: Sequence[Sequence[int]]) -> list[floa
     for first in range(0, len(reached), ROWS):
         rows = b"".join(bits.to_bytes(width, "little") for bits in reached[first : first + ROWS])
         matrix = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, width, 1) >> torch.arange(8) & 1
-        loads_us += (matrix.flatten(1).float() @ work_us).amax(1).tolist()
+        loads_us += (matrix.flatten(1).double() @ work_us).amax(1).tolist()
     return loads_us
