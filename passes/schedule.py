@@ -362,7 +362,8 @@ class Lanes:
         near = self._near(i)
         end_us = self._end_us(i, near)
         able = [f for f in near if self._is_able(f) and self._begin_us(f) < end_us]
-        able = [f for f in able if f.due <= i or not f.climbs or self._fits(f, i)]
+        fitting = self._fitting(i, near)
+        able = [f for f in able if f.due <= i or not f.climbs or _goes_on(f) or f in fitting]
         if self.rules.patient:
             able = [f for f in able if f.climbs or not self._held_back(f, i, end_us)]
         able = [f for f in able if self._can_follow(f, able)]
@@ -442,12 +443,16 @@ class Lanes:
         late = [f for f in flight.after if f not in self.landed and self.flying.get(f, inf) > self.now_us]
         return all(f is self.source[flight] and (f in self.flying or self._is_able(f)) for f in late)
 
-    def _fits(self, flight: Flight, i: int) -> bool:
-        """The last value of a chain counts from its first hop on, so that a later hop always finds its place."""
-        source = self._grounded_source(flight)
-        if source:
-            return self._fits(source, i)
-        return _goes_on(flight) or self.ahead.total() + self.claims[flight] <= self.window_bytes
+    def _fitting(self, i: int, near: Sequence[Flight]) -> set[Flight]:
+        """The first hops of chains of gathers whose last values fit the window, beside all that is needed before them:
+        nothing small takes the place of something larger. A later hop has its place since the first."""
+        ahead_bytes, found = self.ahead.total(), set()
+        for flight in near:
+            if flight.climbs and flight.due > i and not _goes_on(flight):
+                ahead_bytes += self.claims[flight]
+                if ahead_bytes <= self.window_bytes:
+                    found.add(flight)
+        return found
 
     def _urgency(self, flight: Flight, i: int, able: Sequence[Flight], crowded: bool) -> tuple[int, float, float]:
         """Gathers go first where one of them cannot wait for a reduce, else reduces do; then by the rules."""

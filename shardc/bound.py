@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
+from heapq import heappop, heappush
 
 import torch
 from torch import fx
@@ -40,7 +40,7 @@ def bound_of(program: Program, topology: Topology, variants: Iterable[Variant]) 
     step = _Step(program, topology)
     for variant in variants:
         step.add(variant)
-    return step.bound()
+    return _bound(step.jobs)
 
 
 class _Step:
@@ -93,30 +93,43 @@ class _Step:
         tangents = {node: self.results for node in nodes[len(self.saved) :] if node.name not in sums}
         return saved | tangents | {node: [self.sums[sums[node.name]]] for node in nodes if node.name in sums}
 
-    def bound(self) -> Bound:
-        followers: list[list[int]] = [[] for _ in self.jobs]
-        for i, job in enumerate(self.jobs):
-            for before in job.needs:
-                followers[before].append(i)
-        heads_us = _before_us(self.jobs, [job.needs for job in self.jobs])
-        tails_us = _before_us(self.jobs[::-1], [_mirrored(f, len(self.jobs)) for f in reversed(followers)])[::-1]
-        lanes: dict[str, list[tuple[float, float, float]]] = {}
-        critical_us = 0.0
-        for job, head_us, tail_us in zip(self.jobs, heads_us, tails_us, strict=True):
-            critical_us = max(critical_us, head_us + job.us + tail_us)
-            if job.us > 0:
-                lanes.setdefault(job.lane, []).append((head_us, job.work_us, tail_us))
-        return Bound({lane: _lane_bound(jobs) for lane, jobs in lanes.items()}, critical_us)
+
+def _bound(jobs: Sequence[_Job]) -> Bound:
+    followers: list[list[int]] = [[] for _ in jobs]
+    for i, job in enumerate(jobs):
+        for before in job.needs:
+            followers[before].append(i)
+    heads_us = _before_us(jobs, [job.needs for job in jobs])
+    tails_us = _before_us(jobs[::-1], [_mirrored(f, len(jobs)) for f in reversed(followers)])[::-1]
+    lanes: dict[str, list[tuple[float, float, float]]] = {}
+    critical_us = 0.0
+    for job, head_us, tail_us in zip(jobs, heads_us, tails_us, strict=True):
+        critical_us = max(critical_us, head_us + job.us + tail_us)
+        if job.us > 0:
+            lanes.setdefault(job.lane, []).append((head_us, job.work_us, tail_us))
+    return Bound({lane: _lane_bound(jobs) for lane, jobs in lanes.items()}, critical_us)
 
 
 def _lane_bound(jobs: Iterable[tuple[float, float, float]]) -> float:
-    """Whichever jobs (head, work, tail) one takes: the first of them cannot begin before its head, the last leaves its
-    tail to do."""
-    best_us, all_us, least_us = 0.0, 0.0, inf
-    for head_us, work_us, tail_us in sorted(jobs, reverse=True):
-        all_us, least_us = all_us + work_us, min(least_us, tail_us)
-        best_us = max(best_us, head_us + all_us + least_us)
-    return best_us
+    """The least time in which a lane does jobs (head, work, tail), if it may put one down to do another: whichever is
+    ready and has the longest tail comes first (Jackson's preemptive schedule; Carlier, 1982)."""
+    coming = sorted(jobs, reverse=True)
+    ready: list[tuple[float, float]] = []
+    now_us = end_us = 0.0
+    while coming or ready:
+        if not ready:
+            now_us = max(now_us, coming[-1][0])
+        while coming and coming[-1][0] <= now_us:
+            _, work_us, tail_us = coming.pop()
+            heappush(ready, (-tail_us, work_us))
+        tail_us, work_us = heappop(ready)
+        done_us = min(work_us, coming[-1][0] - now_us) if coming else work_us
+        now_us += done_us
+        if done_us < work_us:
+            heappush(ready, (tail_us, work_us - done_us))
+        else:
+            end_us = max(end_us, now_us - tail_us)
+    return end_us
 
 
 def _mirrored(numbers: Iterable[int], count: int) -> list[int]:

@@ -216,6 +216,31 @@ def test_a_long_gather_fills_its_lane_and_the_others_wait_on_the_ground() -> Non
     assert found == "y a0 a1 f0 y0 a2 f1 y1 a3 f2 y2 a4 f3 y3 f4 y4"
 
 
+def test_what_is_small_does_not_take_the_place_of_what_is_needed_before() -> None:
+    text = """\
+def forward(w0: f32[2, 4], w1: f32[2, 4], w2: f32[4, 4], w3: f32[2, 4], y: f32[4, 4]):
+    'layers.0'
+    a0 = all_gather(w0, 'gpu', 2, params=['w0'])
+    f0 = wait(a0)
+    y0 = mm(y, f0)
+    'layers.1'
+    a1 = all_gather(w1, 'gpu', 2, params=['w1'])
+    f1 = wait(a1)
+    y1 = mm(y0, f1)
+    'layers.2'
+    a2 = all_gather(w2, 'gpu', 2, params=['w2'])
+    f2 = wait(a2)
+    y2 = mm(f2, y1)
+    'layers.3'
+    a3 = all_gather(w3, 'gpu', 2, params=['w3'])
+    f3 = wait(a3)
+    y3 = mm(y2, f3)
+    return ([y3], [])
+"""
+    found = events(schedule(parse(text), takes(a=1, y=4), window_bytes=2 * FULL_BYTES))
+    assert found == "y a0 a1 f0 y0 a2 f1 y1 a3 f2 y2 f3 y3"
+
+
 BACKWARD = """\
 def backward(v: f32[2, 4], t: f32[4, 4]):
     'layers.2'
