@@ -62,8 +62,8 @@ aten = torch.ops.aten
 Pays = Callable[[fx.Node, bool], bool]
 """Of a hop, which may be one of the first gathers or of the last reduces: is it worth its copies to be in a bucket?"""
 
-ENDS = 2
-"""Stretches, the first that gather and the last that reduce: an embedding's or a head's, and the block next to it."""
+ENDS = 3
+"""Stretches, the first that gather and the last that reduce: an embedding's, and the two blocks next to it."""
 
 
 def _anywhere(start: fx.Node, at_end: bool) -> bool:
@@ -89,7 +89,8 @@ def bucket(
 def agreed_buckets(graph: fx.Graph, order: Sequence[ops.Hop]) -> list[list[fx.Node]]:
     """The starts of each bucket of an order, of more than one."""
     starts = starts_by_hop(graph)
-    groups = [[starts[with_params(hop, param)].pop() for param in hop.params] for hop in order]
+    whole = [hop for hop in order if hop.piece[0] == 0]
+    groups = [[starts[with_params(hop, param)].pop() for param in hop.params] for hop in whole]
     return [group for group in groups if len(group) > 1]
 
 
@@ -128,13 +129,23 @@ def _stretches(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def _at_ends(stretch: dict[fx.Node, int]) -> set[fx.Node]:
     """The gathers of the first stretches that have any, and the reduces of the last ones."""
-    climbs = {start: at for start, at in stretch.items() if start.target is ops.all_gather}
-    descends = {start: -at for start, at in stretch.items() if start not in climbs}
-    found = set()
-    for places in (climbs, descends):
-        ends = sorted(set(places.values()))[:ENDS]
+    climbs, descends = _directions(stretch)
+    ends = {*sorted(set(climbs.values()))[:ENDS]}, {*sorted(set(descends.values()))[-ENDS:]}
+    return {start for start, at in climbs.items() if at in ends[0]} | {s for s, at in descends.items() if at in ends[1]}
+
+
+def outermost(graph: fx.Graph) -> set[fx.Node]:
+    """The gathers of the first and the last stretch that have any, and the reduces of such ones."""
+    found: set[fx.Node] = set()
+    for places in _directions(_stretches(graph)):
+        ends = (min(places.values(), default=0), max(places.values(), default=0))
         found |= {start for start, at in places.items() if at in ends}
     return found
+
+
+def _directions(stretch: dict[fx.Node, int]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    climbs = {start: at for start, at in stretch.items() if start.target is ops.all_gather}
+    return climbs, {start: at for start, at in stretch.items() if start not in climbs}
 
 
 @dataclass(frozen=True)
@@ -154,7 +165,7 @@ def merge(graph: fx.Graph, starts: Sequence[fx.Node], write: Writer, packed: dic
     write.module = first.meta.get("module", "")
     carried = [name for start in starts for name in ops.hop(start).params]
     with graph.inserting_before(min(starts)):
-        x, columns = _packed([start.args[0] for start in starts], _rows(starts), write, packed)
+        x, columns = _packed([start.args[0] for start in starts], rows_of(starts), write, packed)
         start = write(first.target, x, *first.args[1:], **{**first.kwargs, "params": carried})
         wait = write(ops.wait, start)
         parts = write(aten.split_with_sizes.default, wait, list(columns), 1)
@@ -167,7 +178,7 @@ def merge(graph: fx.Graph, starts: Sequence[fx.Node], write: Writer, packed: dic
         graph.erase_node(node)
 
 
-def _rows(starts: Sequence[fx.Node]) -> int:
+def rows_of(starts: Sequence[fx.Node]) -> int:
     """Into how many rows a value has to be packed: for a gather its own part is one; a reduce-scatter, and those that
     follow it directly, take rows apart."""
     rows = {_scattered(start) for start in starts}

@@ -55,11 +55,12 @@ class Shard:
     param: str
     axes: tuple[str, ...]
     padding: Padding | None
+    piece: tuple[int, int] = ops.WHOLE
 
     @property
     def is_full(self) -> bool:
         """Every row is there and no other."""
-        return not self.axes and self.padding is None
+        return not self.axes and self.padding is None and self.piece == ops.WHOLE
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Gradient:
     param: str
     crossed: tuple[Step, ...]
     padding: Padding | None
+    piece: tuple[int, int] = ops.WHOLE
 
 
 LOCAL = Gradient("", (), None)
@@ -173,6 +175,8 @@ def _down(node: fx.Node, found: Parts[Gradient]) -> tuple[Gradient, ...] | None:
     if node.target is ops.expand:
         before = found.get(node.all_input_nodes[0], (LOCAL,))
         return tuple(replace(part, padding=padding(*node.args[1:])) for part in before)
+    if _is_cut(node):
+        return _pieces(found.get(node.all_input_nodes[0], (LOCAL,)), len(node.args[1]))
     if not any(n in found for n in node.all_input_nodes):
         return None
     if ops.is_wait(node) or node.target in LINEAR:
@@ -186,19 +190,44 @@ def _crossed(start: fx.Node, before: tuple[Gradient, ...] | None) -> tuple[Gradi
         before = (LOCAL,) * len(it.params)
     steps = tuple((it.kind, it.purpose, axis) for axis in hop_axes(start))
     return tuple(
-        Gradient(param, part.crossed + steps, part.padding) for param, part in zip(it.params, before, strict=True)
+        replace(part, param=param, crossed=part.crossed + steps) for param, part in zip(it.params, before, strict=True)
     )
 
 
 def _repacked(node: fx.Node, found: Parts[_Part], other: tuple[_Part, ...]) -> tuple[_Part, ...] | None:
-    """A bucket is packed by `cat` and unpacked by `split_with_sizes`."""
+    """A bucket is packed by `cat` and unpacked by `split_with_sizes`; what goes in pieces, the other way round."""
     if node.target is aten.cat.default:
-        return tuple(part for n in node.args[0] for part in found.get(n, other))
+        return _joined(tuple(part for n in node.args[0] for part in found.get(n, other)))
     if node.target is aten.split_with_sizes.default:
-        return _input(node, found) if len(node.args[1]) == len(_input(node, found)) else None
+        parts, count = _input(node, found), len(node.args[1])
+        if _is_cut(node):
+            return _pieces(parts, count)
+        return parts if count == len(parts) else None
     if node.target is operator.getitem and type(node.args[1]) is int:
         return _input(node, found)[node.args[1] : node.args[1] + 1]
     return None
+
+
+def _pieces(parts: tuple[_Part, ...], count: int) -> tuple[_Part, ...] | None:
+    """Of one value that is whole."""
+    if len(parts) != 1 or parts[0].piece != ops.WHOLE:
+        return None
+    return tuple(replace(parts[0], piece=(i, count)) for i in range(count))
+
+
+def _joined(parts: tuple[_Part, ...]) -> tuple[_Part, ...]:
+    """All pieces of one, in order, are the whole of it."""
+    pieces = tuple(replace(parts[0], piece=(i, len(parts))) for i in range(len(parts)))
+    return (replace(parts[0], piece=ops.WHOLE),) if len(parts) > 1 and parts == pieces else parts
+
+
+def _is_cut(node: fx.Node) -> bool:
+    """Whether it is a split, of which a part goes to a hop that says that it carries a piece."""
+    if node.target is not aten.split_with_sizes.default:
+        return False
+    users = [user for part in node.users for user in part.users]
+    users += [user for copied in users if copied.target is aten.clone.default for user in copied.users]
+    return any(ops.is_start(user) and ops.hop(user).piece != ops.WHOLE for user in users)
 
 
 def _input(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:

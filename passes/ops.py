@@ -8,7 +8,8 @@ of nodes, a start and its `wait`; between the two runs whatever hides it:
 
 Everything that anybody downstream wants to know of a hop is an argument of its node: the axis and its size, the purpose
 (which move of the ladder), the parameters it carries. Nothing recognises a collective by pattern.
-`again=True` marks the part of a gather chain above the after_forward rung: the backward repeats it.
+`again=True` marks the part of a gather chain above the after_forward rung: the backward repeats it. `piece=[0, 4]` is
+the first of four that a parameter is cut into (`passes.chunk`).
 
 Where rows do not divide, `compact` drops the interior padding of a gathered value and `expand` puts it back before a
 reduce (see passes/layout.py); `split` is the sizes of the axes of the optim rung, inner axis first.
@@ -33,9 +34,10 @@ PURPOSES = ("gather", "refresh", "reduce", "sync")
 
 _library = torch.library.Library("shardc", "DEF")
 for _signature in (
-    "all_gather(Tensor x, str axis, int size, *, str purpose='gather', str[] params, bool again=False) -> Tensor",
-    "reduce_scatter(Tensor x, str axis, int size, *, str purpose='reduce', str[] params) -> Tensor",
-    "all_reduce(Tensor x, str axis, int size, *, str purpose='sync', str[] params) -> Tensor",
+    "all_gather(Tensor x, str axis, int size, *, str purpose='gather', str[] params, bool again=False,"
+    " int[] piece=[0, 1]) -> Tensor",
+    "reduce_scatter(Tensor x, str axis, int size, *, str purpose='reduce', str[] params, int[] piece=[0, 1]) -> Tensor",
+    "all_reduce(Tensor x, str axis, int size, *, str purpose='sync', str[] params, int[] piece=[0, 1]) -> Tensor",
     "wait(Tensor x) -> Tensor",
     "compact(Tensor x, int rows, int[] split) -> Tensor",
     "expand(Tensor x, int rows, int[] split) -> Tensor",
@@ -44,20 +46,18 @@ for _signature in (
 
 
 @torch.library.register_fake("shardc::all_gather", lib=_library)
-def _(
-    x: torch.Tensor, axis: str, size: int, *, purpose: str = "gather", params: list[str], again: bool = False
-) -> torch.Tensor:
+def _(x: torch.Tensor, axis: str, size: int, **of_hop: Any) -> torch.Tensor:
     return x.new_empty((x.shape[0] * size, *x.shape[1:]))
 
 
 @torch.library.register_fake("shardc::reduce_scatter", lib=_library)
-def _(x: torch.Tensor, axis: str, size: int, *, purpose: str = "reduce", params: list[str]) -> torch.Tensor:
+def _(x: torch.Tensor, axis: str, size: int, **of_hop: Any) -> torch.Tensor:
     torch._check(x.shape[0] % size == 0, lambda: f"reduce_scatter: {x.shape[0]} rows do not divide by {size}")
     return x.new_empty((x.shape[0] // size, *x.shape[1:]))
 
 
 @torch.library.register_fake("shardc::all_reduce", lib=_library)
-def _(x: torch.Tensor, axis: str, size: int, *, purpose: str = "sync", params: list[str]) -> torch.Tensor:
+def _(x: torch.Tensor, axis: str, size: int, **of_hop: Any) -> torch.Tensor:
     return torch.empty_like(x)
 
 
@@ -109,6 +109,8 @@ compact = torch.ops.shardc.compact.default
 expand = torch.ops.shardc.expand.default
 
 STARTS = (all_gather, reduce_scatter, all_reduce)
+WHOLE = (0, 1)
+"""The first of one piece."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,17 @@ class Hop:
     purpose: str
     params: tuple[str, ...]
     again: bool
+    piece: tuple[int, int] = WHOLE
+    """Which, of how many."""
 
     def __str__(self) -> str:
-        return f"{self.purpose} {self.kind} over {self.axis} of {', '.join(self.params)}"
+        piece = f", {spelled(self.piece)}" * (self.piece != WHOLE)
+        return f"{self.purpose} {self.kind} over {self.axis} of {', '.join(self.params)}{piece}"
+
+
+def spelled(piece: tuple[int, int]) -> str:
+    """'piece 2 of 4'."""
+    return f"piece {piece[0] + 1} of {piece[1]}" if piece != WHOLE else "the whole"
 
 
 def is_random(node: fx.Node) -> bool:
@@ -161,7 +171,8 @@ def hop(node: fx.Node) -> Hop:
     start = node.args[0] if is_wait(node) else node
     _, axis, size = start.args
     kwargs = _defaults(start.target) | start.kwargs
-    return Hop(start.target._opname, axis, size, kwargs["purpose"], tuple(kwargs["params"]), kwargs["again"])
+    params, piece = tuple(kwargs["params"]), tuple(kwargs["piece"])
+    return Hop(start.target._opname, axis, size, kwargs["purpose"], params, kwargs["again"], piece)
 
 
 @cache

@@ -65,34 +65,57 @@ class Orders:
         """The order for a graph that is not bucketed yet: of the first one known that has all its collectives, less
         what the graph does not have. None where there is none."""
         own = Counter(collective_order(graph))
-        known = (order for order in self.known.get(half, []) if own <= Counter(_pieces(order)))
-        return next((list(_restricted(order, own)) for order in known), None)
+        known = (order for order in self.known.get(half, []) if own <= Counter(drafted(order)))
+        return next((list(_restricted(_rejoined(order, graph), own)) for order in known), None)
 
     def decide(self, half: str, order: Order) -> Order:
         """Offers an order for collectives that have none; returns what the ranks agree on."""
-        collectives = sorted(_line(hop) for hop in _pieces(order))
+        collectives = sorted(_line(hop) for hop in drafted(order))
         decided = self.agree(collectives, [_line(hop) for hop in order])
         self.known.setdefault(half, []).append([_hop(line) for line in decided])
         return self.known[half][-1]
 
 
 def with_params(hop: ops.Hop, *params: str) -> ops.Hop:
-    """The hop of some parameters, of a bucket or on its own."""
-    return replace(hop, params=params)
+    """The hop of some parameters, of a bucket or on its own, and whole."""
+    return replace(hop, params=params, piece=ops.WHOLE)
 
 
-def _pieces(order: Iterable[ops.Hop]) -> Iterator[ops.Hop]:
-    """The hops of buckets, as they were before they were one."""
-    return (with_params(hop, param) for hop in order for param in hop.params)
+def drafted(order: Iterable[ops.Hop]) -> Iterator[ops.Hop]:
+    """The hops of an order as they were before they were in buckets, or in pieces."""
+    return (with_params(hop, param) for hop in order if hop.piece[0] == 0 for param in hop.params)
 
 
 def _restricted(order: Iterable[ops.Hop], own: Counter[ops.Hop]) -> Iterator[ops.Hop]:
-    left = own.copy()
+    left: dict[tuple[ops.Hop, int], int] = {}
     for hop in order:
-        kept = [param for param in hop.params if left[with_params(hop, param)] > 0]
-        left.subtract(with_params(hop, param) for param in kept)
+        kept = []
+        for param in hop.params:
+            whole = with_params(hop, param)
+            if left.setdefault((whole, hop.piece[0]), own[whole]) > 0:
+                left[whole, hop.piece[0]] -= 1
+                kept.append(param)
         if kept:
-            yield with_params(hop, *kept)
+            yield replace(hop, params=tuple(kept))
+
+
+def _rejoined(order: Iterable[ops.Hop], graph: fx.Graph) -> Iterator[ops.Hop]:
+    """A chain that begins later in this graph than where the order is from (without a refresh, or behind a sum in an
+    accumulator) takes whole values: it goes when its last piece went."""
+    heads = {ops.hop(start) for start in ops.hops(graph) if not ops.is_wait(start.args[0])}
+    is_later: dict[ops.Hop, bool] = {}
+    last: dict[object, ops.Hop] = {}
+    """by parameter and direction"""
+    for hop in order:
+        whole, chain = with_params(hop, *hop.params), (hop.params, hop.kind == "all_gather")
+        if hop.piece != ops.WHOLE and whole not in is_later:
+            before = last.get(chain)
+            is_later[whole] = before is not None and (whole in heads or is_later[before])
+            last[chain] = whole
+        if not is_later.get(whole):
+            yield hop
+        elif hop.piece[0] + 1 == hop.piece[1]:
+            yield whole
 
 
 def _line(hop: ops.Hop) -> str:
@@ -101,7 +124,7 @@ def _line(hop: ops.Hop) -> str:
 
 def _hop(line: str) -> ops.Hop:
     values = json.loads(line)
-    return ops.Hop(**{**values, "params": tuple(values["params"])})
+    return ops.Hop(**{**values, "params": tuple(values["params"]), "piece": tuple(values["piece"])})
 
 
 def align(graph: fx.Graph, order: Sequence[ops.Hop]) -> fx.Graph:

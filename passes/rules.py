@@ -212,6 +212,10 @@ def names_what_it_carries(it: Subject) -> Iterator[Broken]:
         elif hop.kind == "all_gather" and carried != hop.params:
             says = f"the {hop} carries {', '.join(carried) or 'no shard'}"
             yield Broken(start, says, "gather the shards of the parameters that `params` names, in that order")
+        there = (it.shards if hop.kind == "all_gather" else it.gradients).get(start, ())
+        if any(part.piece != hop.piece for part in there):
+            says = f"the {hop} carries {ops.spelled(there[0].piece)}"
+            yield Broken(start, says, "give each part of a split to a hop of its number, of as many")
 
 
 def outer_first(it: Subject) -> Iterator[Broken]:
@@ -229,10 +233,10 @@ def _left(shard: Shard) -> str:
 
 
 def gathered_once(it: Subject) -> Iterator[Broken]:
-    seen: dict[tuple[str, str], fx.Node] = {}
+    seen: dict[tuple[str, str, tuple[int, int]], fx.Node] = {}
     for start, _, shard in it.gathers():
         for axis in hop_axes(start):
-            first = seen.setdefault((shard.param, axis), start)
+            first = seen.setdefault((shard.param, axis, shard.piece), start)
             if first is not start:
                 says = f"{shard.param} is gathered over {axis} in `{first.name}` and again in `{start.name}`"
                 yield Broken(start, says, f"use what `{first.name}` gathers")
@@ -278,10 +282,14 @@ def _inputs(node: fx.Node, it: Subject) -> list[fx.Node]:
 
 
 def _state(shard: Shard) -> str:
+    if shard.piece != ops.WHOLE:
+        return f"only {ops.spelled(shard.piece)}"
     return f"still sharded over {'+'.join(shard.axes)}" if shard.axes else "still padded"
 
 
 def _missing(shard: Shard) -> str:
+    if shard.piece != ops.WHOLE:
+        return "first put all pieces together with `cat`, in order"
     gathers = [f"gather over {axis}" for axis in reversed(shard.axes)]
     compact = [f"compact({shard.padding[0]}, {list(shard.padding[1])})"] if shard.padding else []
     return f"first {', then '.join(gathers + compact)}"
@@ -364,7 +372,10 @@ def reduced(it: Subject) -> Iterator[Broken]:
         layout = it.by_name[name]
         wanted = gradient_of(layout, it.synced)
         part = it.gradients.get(grad, (LOCAL,))[0]
-        if (part.crossed, part.padding) != (wanted.crossed, wanted.padding) or part.param not in ("", name):
+        if part.piece != ops.WHOLE:
+            says = f"of the gradient of {name} only {ops.spelled(part.piece)} is returned"
+            yield Broken(grad, says, "put all pieces together with `cat`, in order")
+        elif (part.crossed, part.padding) != (wanted.crossed, wanted.padding) or part.param not in ("", name):
             whose = f" as that of {part.param}" if part.param not in ("", name) else ""
             says = f"the gradient of {name} is returned having crossed {_steps(part.crossed)}{whose}"
             yield Broken(grad, says, _plan(wanted.crossed))

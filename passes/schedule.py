@@ -94,8 +94,8 @@ class Flight:
     """None where only other hops take what it brings"""
     before: list[fx.Node] = field(default_factory=list)
     """what only leads to it: casts and copy-in of shards"""
-    behind: list[fx.Node] = field(default_factory=list)
-    """what comes of it and no stretch needs: copies to keep, sums in accumulators"""
+    behind: dict[fx.Node, set[Flight]] = field(default_factory=dict)
+    """what comes of it and no stretch needs (copies to keep, sums in accumulators); of which flights each comes"""
     after: list[Flight] = field(default_factory=list)
     """whose results it takes"""
     ready: int = -1
@@ -124,9 +124,10 @@ def lay_out(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[Flight]]:
     number = {node: i for i, nodes in enumerate(stretches) for node in nodes}
     owner: dict[fx.Node, Flight] = {}
     flights = [_flight(start, number, owner) for start in ops.hops(graph)]
+    of: dict[fx.Node, set[Flight]] = {node: {flight} for node, flight in owner.items()}
     for node in trail:
         if node not in owner:
-            _put_behind(node, number, owner)
+            _put_behind(node, number, of)
     for flight in reversed(flights):
         flight.due = min(_dues(flight, number, owner), default=len(stretches))
     return stretches, flights
@@ -222,10 +223,12 @@ def _claim(node: fx.Node, flight: Flight, number: dict[fx.Node, int], owner: dic
     flight.before.append(node)
 
 
-def _put_behind(node: fx.Node, number: dict[fx.Node, int], owner: dict[fx.Node, Flight]) -> None:
-    owner[node] = flight = max((owner[n] for n in node.all_input_nodes if n in owner), key=lambda f: f.start)
-    flight.ready = max([flight.ready, *(number[n] for n in node.all_input_nodes if n in number)])
-    flight.behind.append(node)
+def _put_behind(node: fx.Node, number: dict[fx.Node, int], of: dict[fx.Node, set[Flight]]) -> None:
+    of[node] = {flight for n in node.all_input_nodes for flight in of.get(n, ())}
+    ready = max((number[n] for n in node.all_input_nodes if n in number), default=-1)
+    for flight in of[node]:
+        flight.ready = max(flight.ready, ready)
+        flight.behind[node] = of[node]
 
 
 def _dues(flight: Flight, number: dict[fx.Node, int], owner: dict[fx.Node, Flight]) -> Iterator[int]:
@@ -321,6 +324,8 @@ class Lanes:
         self.flying: dict[Flight, float] = {}
         """with the time when each ends"""
         self.landed: set[Flight] = set()
+        self.finished: set[fx.Node] = set()
+        """of what comes of flights"""
         self.ahead: Counter[int] = Counter()
         """bytes gathered for a later stretch"""
         self.nodes: list[fx.Node] = []
@@ -484,11 +489,17 @@ class Lanes:
         if flight.climbs and not _goes_on(flight) and flight.due > self.border:
             self.ahead[flight.due] += self.claims[flight]
         for earlier in landing:
-            self._compute(earlier.behind)
+            self._finish(earlier)
 
     def _land(self, flight: Flight) -> None:
         self._wait_for(flight)
-        self._compute(flight.behind)
+        self._finish(flight)
+
+    def _finish(self, flight: Flight) -> None:
+        """What comes of it, and of others that have landed."""
+        nodes = [n for n, flights in flight.behind.items() if flights <= self.landed and n not in self.finished]
+        self._compute(nodes)
+        self.finished |= {*nodes}
 
     def _wait_for(self, flight: Flight) -> None:
         end_us = self.flying.pop(flight)

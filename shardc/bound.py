@@ -3,6 +3,7 @@
 It is that of the plan, not of an order, nor of buckets: it is taken from the graphs before they are bucketed. Nothing
 can begin before what leads to it is over: the longest chain, and all that one lane has to do of it. Nothing can be the
 last before what follows from it, which takes as long as its longest chain, and as all that one lane has to do of it.
+The hops of a chain are taken to run side by side, as they could in pieces that are small enough (`passes.chunk`).
 
 Between a forward and its backward parameters rest where the plan says (`after_forward`): a backward gathers them when
 the forward is over, not before.
@@ -67,7 +68,7 @@ class _Step:
         number: dict[fx.Node, int] = {}
         for node in graph.nodes:
             number[node] = len(self.jobs)
-            needs = given.get(node, []) if node.op == "placeholder" else [number[n] for n in node.all_input_nodes]
+            needs = given.get(node, []) if node.op == "placeholder" else [number[n] for n in _needed(node)]
             is_start = ops.is_start(node)
             if is_start and variant.half == "backward":
                 needs = needs + self.results
@@ -92,6 +93,18 @@ class _Step:
         sums = {PREFIX + name: p.layout.name for name, p in variant.accumulated}
         tangents = {node: self.results for node in nodes[len(self.saved) :] if node.name not in sums}
         return saved | tangents | {node: [self.sums[sums[node.name]]] for node in nodes if node.name in sums}
+
+
+def _needed(node: fx.Node) -> list[fx.Node]:
+    """A hop that takes another's result can run piece by piece beside it; both are over when it has been waited for."""
+    if ops.is_start(node) and ops.is_wait(node.args[0]):
+        return _needed(node.args[0].args[0])
+    if not ops.is_wait(node):
+        return node.all_input_nodes
+    chain = [node.args[0]]
+    while ops.is_wait(behind := chain[-1].args[0]):
+        chain.append(behind.args[0])
+    return chain
 
 
 def _bound(jobs: Sequence[_Job]) -> Bound:

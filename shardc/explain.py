@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from passes import ops
 from passes.regions import block_of
 from shardc.timeline import COMPUTE, Event, Timeline, duration, size
 
@@ -80,10 +81,12 @@ def _exposed(event: Event, computing: Sequence[Event]) -> Iterator[str]:
 
 def _alone(event: Event, events: Sequence[Event]) -> Iterator[str]:
     """Why a hop of one parameter is in no bucket."""
-    if event.hop and len(event.hop.params) == 1:
+    if event.hop and event.hop.piece != ops.WHOLE:
+        yield "in pieces, so that the hops of its chain run side by side"
+    elif event.hop and len(event.hop.params) == 1:
         like = [e for e in events if e is not event and e.graph == event.graph and _kind(e) == _kind(event)]
         if like:
-            yield "not in a bucket: of another dtype, or its copies cost more than a latency"
+            yield "not in a bucket: needed first, made last, of another dtype, or its copies cost more than a latency"
         else:
             yield "alone: no other of its kind and axis in its block"
 

@@ -1,8 +1,9 @@
 """Measure: how long compute takes on this device, one distinct region at a time.
 
-A region is run as it will be called, on made-up inputs: numbers between -1 and 1, zeros for integers. What it takes is
-shared out over its nodes as the roofline would, and what is scheduled then has no regions of its own yet: every node
-keeps its factor. Nodes that no region had (copies into buckets) get that of all together.
+A region is run as it will be called, on made-up inputs: numbers between -1 and 1, zeros for integers. In between memory
+elsewhere is written to, so that it finds none of its inputs in a cache. What it takes, less its copies into and out of
+buckets, is shared out over its nodes as the roofline would. What is scheduled then has other buckets and other regions:
+a node keeps its factor, and copies have one of their own, that of a large copy.
 """
 
 from __future__ import annotations
@@ -40,26 +41,35 @@ def measure(program: Program, lowering: Lowering) -> None:
     """Times the regions of the forward and the backward that have all hops, and has the program go by that. Where ranks
     measure different times, they go by the order of the first."""
     taken: dict[str, float] = {}
+    copies = _copying(program)
     for variant in program.step():
-        graph = program.scheduled(program.draft(variant), variant.half)
-        program.pace[variant.half] = _pace(graph, program, lowering, variant.half, taken)
+        draft = program.draft(variant)
+        kept = {node.name for node in draft.nodes}
+        graph = program.scheduled(draft, variant.half)
+        expected_us = {node.name: us for node, us in times_us(graph, program.topology).items()}
+        of: dict[str, float] = {}
+        for call in _calls(graph, lowering, variant.half):
+            if call.target.key not in taken:
+                lowering.progress(f"measuring {variant.half}: {call.target.name}")
+                taken[call.target.key] = _region_us(call, lowering)
+            names = [name for name in call.meta["nodes"] if name in kept]
+            own_us = sum(expected_us[name] for name in names)
+            copied_us = copies * (sum(expected_us[name] for name in call.meta["nodes"]) - own_us)
+            if own_us:
+                of |= dict.fromkeys(names, max(0.0, taken[call.target.key] - copied_us) / own_us)
+        program.pace[variant.half] = Pace(of, copies)
 
 
-def _pace(graph: fx.Graph, program: Program, lowering: Lowering, half: str, taken: dict[str, float]) -> Pace:
-    us = times_us(graph, program.topology)
-    expected_us = {node.name: us[node] for node in graph.nodes}
-    of: dict[str, float] = {}
-    all_expected_us = all_taken_us = 0.0
-    for call in _calls(graph, lowering, half):
-        region = call.target
-        if region.key not in taken:
-            lowering.progress(f"measuring {half}: {region.name}")
-            taken[region.key] = _median_us(_callable(region, lowering), call)
-        names = call.meta["nodes"]
-        expected = sum(expected_us[name] for name in names)
-        all_expected_us, all_taken_us = all_expected_us + expected, all_taken_us + taken[region.key]
-        of |= dict.fromkeys(names, taken[region.key] / expected) if expected else {}
-    return Pace(of, all_taken_us / all_expected_us if all_expected_us else 1.0)
+COPIED_BYTES = 1 << 26
+"""more than caches hold"""
+
+
+def _copying(program: Program) -> float:
+    """How many times longer a large copy takes than the roofline says."""
+    device, computes = next(n.meta["val"].device for n in program.halves[0].nodes), program.topology.computes
+    value = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+    taken_us = _median_us(lambda inputs: inputs[0].copy_(value), [torch.zeros_like(value)])
+    return taken_us / (2 * COPIED_BYTES / computes.memory_gb_per_s / computes.efficiency / 1e3)
 
 
 def _calls(graph: fx.Graph, lowering: Lowering, half: str) -> Iterator[fx.Node]:
@@ -67,19 +77,21 @@ def _calls(graph: fx.Graph, lowering: Lowering, half: str) -> Iterator[fx.Node]:
     return (node for node in outer.nodes if isinstance(node.target, Region))
 
 
-def _callable(region: Region, lowering: Lowering) -> Callable[[list[Any]], Any]:
-    if lowering.backend == "eager":
-        return lambda inputs: region(*inputs)
-    return lowering.compiled[region.key]
+def _region_us(call: fx.Node, lowering: Lowering) -> float:
+    region, inputs = call.target, [_made_up(node.meta["val"]) for node in call.args]
+    return _median_us(lowering.compiled[region.key] if lowering.backend != "eager" else lambda x: region(*x), inputs)
 
 
-def _median_us(run: Callable[[list[Any]], Any], call: fx.Node) -> float:
-    inputs = [_made_up(node.meta["val"]) for node in call.args]
+def _median_us(run: Callable[[list[Any]], Any], inputs: list[Any]) -> float:
     seconds: list[float] = []
+    device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), None)
+    elsewhere = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
     with torch.no_grad():
         run(list(inputs))
         _end()
         while len(seconds) < 3 or (sum(seconds) < SECONDS and len(seconds) < 100):
+            elsewhere.zero_()
+            _end()
             began = time.perf_counter()
             run(list(inputs))
             _end()

@@ -18,6 +18,7 @@ from passes import ops
 from passes.accumulate import accumulate
 from passes.bucket import bucket
 from passes.build import copy, outputs
+from passes.chunk import chunk
 from passes.errors import Error
 from passes.excerpt import excerpt, needed
 from passes.insert import Param
@@ -34,7 +35,7 @@ from shardc.capture import Captured
 from shardc.footprint import footprint
 from shardc.plan import Plan
 from shardc.runner import Runner
-from shardc.times import Merging, Times, times_us
+from shardc.times import Merging, Times, pieces_of, times_us
 from shardc.topology import Topology
 
 
@@ -57,9 +58,9 @@ class Pace:
     """How many times longer compute took, as measured, than the roofline says."""
 
     of: Mapping[str, float] = field(default_factory=dict)
-    """by name of a node"""
-    others: float = 1.0
-    """of nodes that were not measured"""
+    """by name of a node, as it is before buckets"""
+    copies: float = 1.0
+    """of all others"""
 
 
 @dataclass(eq=False)
@@ -165,7 +166,7 @@ class Program:
         if half not in self.pace or topology.device != self.topology.device:
             return us
         pace = self.pace[half]
-        return {n: t if ops.is_start(n) else t * pace.of.get(n.name, pace.others) for n, t in us.items()}
+        return {n: t if ops.is_start(n) else t * pace.of.get(n.name, pace.copies) for n, t in us.items()}
 
     def _finish(self, variant: Variant) -> fx.Graph:
         """Bucketed, scheduled, and in the order that the ranks agreed on; where they have none yet, they do now."""
@@ -173,7 +174,9 @@ class Program:
         order = self.orders.find(half, graph)
         if order is None:
             own = self.scheduled(copy(graph), half)
-            order = self.orders.decide(half, collective_order(own))
+            self.orders.decide(half, collective_order(own))
+            order = self.orders.find(half, graph)
+            assert order is not None
             if order == collective_order(own):
                 return own
         return align(self.scheduled(graph, half, order), order)
@@ -181,6 +184,7 @@ class Program:
     def scheduled(self, graph: fx.Graph, half: str, order: Order | None = None) -> fx.Graph:
         """A draft in buckets (those of an order, or its own) and in its own order. Edits in place."""
         graph = self.run("bucket", self._bucketed, graph, half, order)
+        graph = self.run("chunk", self._chunked, graph, order)
         graph = self.run("relay", relay, graph)
         us = self.times_us(graph, half).__getitem__ if self.topology.links else None
         window_bytes = None if self.window == 1.0 else int(self.window * default_window(graph))
@@ -190,6 +194,11 @@ class Program:
         links = self.topology.links
         pays = {"pays": Merging.of(self.times_us(graph, half), self.topology).pays} if links else {}
         return bucket(graph, list(self.registered), order, **pays)
+
+    def _chunked(self, graph: fx.Graph, order: Order | None = None) -> fx.Graph:
+        if not self.topology.links:
+            return graph
+        return chunk(graph, lambda chain: pieces_of(chain, self.topology), order)
 
     def settle(self) -> None:
         """Has all ranks agree on the orders of this program, unless an earlier program's cover it: makes the variations
@@ -215,10 +224,12 @@ class Program:
 
     def after(self, stage: str) -> tuple[fx.Graph, ...]:
         """The graphs as they stood after a stage: one joint graph after `capture`, `decompose` and `insert`; forward
-        and backward after `partition`, `bucket`, `schedule` and `regions`."""
+        and backward after `partition`, `bucket`, `chunk`, `schedule` and `regions`."""
         if stage == "bucket":
             named = zip(self.halves, ("forward", "backward"), strict=True)
             return tuple(self._bucketed(copy(graph), half) for graph, half in named if graph is not None)
+        if stage == "chunk":
+            return tuple(self._chunked(graph) for graph in self.after("bucket"))
         if stage == "schedule":
             return self.forward, *([self.backward] if self.backward else [])
         if stage == "regions":

@@ -99,7 +99,7 @@ class Clock:
         begin_us = behind.end_us if behind else self.now_us
         event = Event(
             hop.axis,
-            f"{hop.purpose} {label(hop.params)}",
+            f"{hop.purpose} {label(hop.params, hop.piece)}",
             graph,
             begin_us,
             begin_us + us,

@@ -163,8 +163,10 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
-def label(params: Sequence[str]) -> str:
-    """Parameters in short: 'layers.3 (9)' for those of one block."""
+def label(params: Sequence[str], piece: tuple[int, int] = ops.WHOLE) -> str:
+    """Parameters in short: 'layers.3 (9)' for those of one block, 'embed.weight 1/4' for a piece of one."""
+    if piece != ops.WHOLE:
+        return f"{label(params)} {piece[0] + 1}/{piece[1]}"
     shared = params[0].split(".")
     for name in params[1:]:
         parts = name.split(".")

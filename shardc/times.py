@@ -8,7 +8,7 @@ for others than fused ops.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -103,6 +103,19 @@ class Merging:
         device = self.topology.computes
         copied_us = copied_bytes / device.memory_gb_per_s / device.efficiency / 1e3
         return saved_us * min(1.0, self.load) ** 4 > copied_us
+
+
+PIECES = 4
+"""at most, into which a parameter is cut"""
+LATENCIES = 8
+"""that the hops of a piece are at least as long as"""
+
+
+def pieces_of(chain: Sequence[fx.Node], topology: Topology) -> int:
+    """Into how many pieces a chain is cut where nothing else hides its hops: as many as its latencies allow."""
+    sent = min(sent_us(hop, topology) for hop in chain)
+    latency_us = max(hop_us(hop, topology) - sent_us(hop, topology) for hop in chain)
+    return max(1, min(PIECES, int(sent / (LATENCIES * latency_us)))) if latency_us else PIECES
 
 
 def _chain(start: fx.Node) -> list[fx.Node]:

@@ -7,7 +7,8 @@ from itertools import permutations
 
 import pytest
 
-from shardc.bound import _before_us, _bound, _Job, _lane_bound
+from passes.parse import parse
+from shardc.bound import _before_us, _bound, _Job, _lane_bound, _needed
 
 
 def jobs(*rows: tuple[str, float, list[int]]) -> list[_Job]:
@@ -42,6 +43,24 @@ def test_what_leaves_the_longest_tail_comes_first_even_in_between() -> None:
 
 def test_what_leaves_no_tail_does_not_hide_what_does() -> None:
     assert _lane_bound([(0.0, 5.0, 10.0), (1.0, 3.0, 0.0)]) == pytest.approx(15.0)
+
+
+def test_hops_of_a_chain_count_as_side_by_side_and_compute_waits_for_all_of_them() -> None:
+    graph = parse(
+        """\
+def forward(w: f32[2, 4], x: f32[8, 8]):
+    a = all_gather(w, 'node', 2, params=['w'])
+    f = wait(a)
+    b = all_gather(f, 'gpu', 2, params=['w'])
+    g = wait(b)
+    y = mm(x, g)
+    return [y]
+"""
+    )
+    names = {node.name: node for node in graph.nodes}
+    assert _needed(names["b"]) == [names["w"]]
+    assert _needed(names["f"]) == [names["a"]]
+    assert _needed(names["g"]) == [names["b"], names["a"]]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -19,8 +19,9 @@ from passes.errors import Error
 from passes.parse import parse
 from shardc.__main__ import main
 from shardc.draw import dot_source
+from shardc.links import Link
 from shardc.program import Program
-from test_simulate import PLANS, Blocks
+from test_simulate import PLANS, TOPOLOGY, Blocks
 
 TWO_LAYERS = """\
 def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 4]):
@@ -75,7 +76,14 @@ def test_a_line_says_what_is_moved_over_which_axis_and_how_much() -> None:
 
 def test_a_hop_of_one_parameter_says_why_it_is_in_no_bucket() -> None:
     by_name = {row[1]: row[-1] for row in rows(traced("zero3").explain(fold=False))}
-    assert "not in a bucket: of another dtype, or its copies cost more" in by_name["gather layers.0.0.weight"]
+    assert "not in a bucket: needed first" in by_name["gather layers.0.0.weight"]
+
+
+def test_a_piece_says_why_it_is_one() -> None:
+    free = TOPOLOGY.with_links(TOPOLOGY.computes, node=Link(0.05, 0.0), gpu=Link(0.5, 0.0))
+    program = shardc.trace(Blocks(), shardc.Plan.zero3(free), torch.empty(32, 64), keep=False)
+    by_name = {row[1]: row[-1] for row in rows(program.explain(fold=False))}
+    assert "in pieces, so that the hops of its chain run side by side" in by_name["gather layers.0.0.weight 1/4"]
 
 
 def test_what_is_exposed_has_a_reason() -> None:

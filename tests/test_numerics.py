@@ -7,14 +7,17 @@ thing that the runtime keeps; a few plans run on real Gloo processes. `examples/
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 import shardc
+from passes import ops
 from passes.insert import Param
 from passes.layout import Layout
+from shardc.links import Device, Link
 from shardc.testing import run_ranks
 from training import LIMIT, MicroBatches, adamw, batch, one_process, sharded, small, spelled, worst_error
 from world import run
@@ -166,6 +169,23 @@ SAMPLE = [
 
 @pytest.mark.parametrize("plan", SAMPLE, ids=str)
 def test_axes_of_unequal_size_are_not_confused(plan: shardc.Plan) -> None:
+    assert all_ranks_error(plan, ONCE_THEN_THRICE) < LIMIT
+
+
+def in_pieces(plan: shardc.Plan) -> shardc.Plan:
+    """On links without latency, so that what can be cut is."""
+    device, link = Device("device", tflops=1.0, memory_gb_per_s=1.0, memory_gb=1.0), Link(1.0, 0.0)
+    topology = plan.topology.with_links(device, **dict.fromkeys(plan.topology.axes, link))
+    return replace(plan, topology=topology)
+
+
+@pytest.mark.parametrize(
+    "plan", map(in_pieces, [shardc.Plan.zero3(TWO_BY_TWO), SAMPLE[0], SAMPLE[2], *SAMPLE[-2:]]), ids=str
+)
+def test_what_travels_in_pieces_trains_as_one_process(plan: shardc.Plan) -> None:
+    program = shardc.trace(small(), plan, *batch(0, 0, 0))
+    graphs = (program.forward, program.backward)
+    assert any(ops.hop(start).piece != ops.WHOLE for graph in graphs for start in ops.hops(graph))
     assert all_ranks_error(plan, ONCE_THEN_THRICE) < LIMIT
 
 

@@ -94,10 +94,44 @@ def forward(x: f32[2, 8], w: f32[2, 4], tangents_1: f32[2, 4]):
     b = wait(a)
     return {}
 """
+IN_PIECES = """\
+def forward(w: f32[2, 4], x: f32[2, 8], tangents_1: f32[2, 4]):
+    p = view(w, [1, 8])
+    q = split_with_sizes(p, [4, 4], 1)
+    q0 = q[0]
+    q1 = q[1]
+    a0 = all_gather(q0, 'node', 2, purpose='gather', params=['w'], piece=[0, 2])
+    a1 = all_gather(q1, 'node', 2, purpose='gather', params=['w'], piece=[1, 2])
+    b0 = wait(a0)
+    b1 = wait(a1)
+    c0 = all_gather(b0, 'gpu', 2, purpose='gather', params=['w'], again=True, piece=[0, 2])
+    c1 = all_gather(b1, 'gpu', 2, purpose='gather', params=['w'], again=True, piece=[1, 2])
+    d0 = wait(c0)
+    d1 = wait(c1)
+    e = cat([d0, d1], 1)
+    f = view(e, [8, 4])
+    y = mm(x, f)
+    t = permute(x, [1, 0])
+    g = mm(t, tangents_1)
+    m = view(g, [2, 16])
+    n = split_with_sizes(m, [8, 8], 1)
+    n0 = n[0]
+    o0 = clone(n0, memory_format=contiguous_format)
+    n1 = n[1]
+    o1 = clone(n1, memory_format=contiguous_format)
+    r0 = reduce_scatter(o0, 'gpu', 2, purpose='reduce', params=['w'], piece=[0, 2])
+    r1 = reduce_scatter(o1, 'gpu', 2, purpose='reduce', params=['w'], piece=[1, 2])
+    s0 = wait(r0)
+    s1 = wait(r1)
+    u = cat([s0, s1], 1)
+    s = view(u, [4, 4])
+    return ([y], {'w': s})
+"""
 # Graphs by name: a joint graph, or a forward, or a forward and its backward.
 GOOD = {
     "joint": [JOINT],
     "padded": [PADDED_JOINT],
+    "pieces": [IN_PIECES],
     "forward": [FORWARD],
     "refreshed": [REFRESHED],
     "backward": [FORWARD, BACKWARD],
@@ -108,7 +142,7 @@ LAYOUTS = {"padded": PADDED, "refreshed": replace(W, params=1)}
 
 def check(name: str, texts: list[str], limit: int | None = None) -> None:
     layouts, graphs = {"w": LAYOUTS.get(name, W)}, [parse(text) for text in texts]
-    if name in ("joint", "padded"):
+    if name in ("joint", "padded", "pieces"):
         verify(layouts, joint=graphs[0], memory_limit_bytes=limit)
     else:
         verify(layouts, forward=graphs[0], backward=graphs[1] if graphs[1:] else None, synced=name == "synced")
@@ -221,6 +255,46 @@ law 5, moves: a forward has no sync all_reduce over gpu of w
 law 5, moves: a joint has no sync reduce_scatter over gpu of w
   at: r: f32[4, 4] = reduce_scatter(m, 'gpu', 2, purpose='sync', params=['w'])
   fix: its moves are: gather by all_gather, reduce by reduce_scatter
+""",
+    ),
+    "named: another piece": (
+        "pieces",
+        "    a0 = all_gather(q0,",
+        "    a0 = all_gather(q1,",
+        """\
+law 2, named: the gather all_gather over node of w, piece 1 of 2 carries piece 2 of 2
+  at: a0: f32[2, 4] = all_gather(q1, 'node', 2, purpose='gather', params=['w'], piece=[0, 2])
+  fix: give each part of a split to a hop of its number, of as many
+""",
+    ),
+    "named: another piece of a gradient": (
+        "pieces",
+        "    o1 = clone(n1,",
+        "    o1 = clone(n0,",
+        """\
+law 2, named: the reduce reduce_scatter over gpu of w, piece 2 of 2 carries piece 1 of 2
+  at: r1: f32[1, 8] = reduce_scatter(o1, 'gpu', 2, purpose='reduce', params=['w'], piece=[1, 2])
+  fix: give each part of a split to a hop of its number, of as many
+""",
+    ),
+    "full when used: pieces in another order": (
+        "pieces",
+        "cat([d0, d1], 1)",
+        "cat([d1, d0], 1)",
+        """\
+law 2, full when used: w is only piece 2 of 2 in `f`
+  at: y: f32[2, 4] = mm(x, f)
+  fix: first put all pieces together with `cat`, in order
+""",
+    ),
+    "reduced: pieces in another order": (
+        "pieces",
+        "cat([s0, s1], 1)",
+        "cat([s1, s0], 1)",
+        """\
+law 3, reduced: of the gradient of w only piece 2 of 2 is returned
+  at: s: f32[4, 4] = view(u, [4, 4])
+  fix: put all pieces together with `cat`, in order
 """,
     ),
     "exchange: not saved": (

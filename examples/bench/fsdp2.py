@@ -22,11 +22,10 @@ def sharded_by_fsdp2(
     replicated: bool,
     compiled: bool,
     prefetch: int,
-    streams: bool,
 ) -> tuple[Llama, Callable[[], None]]:
     """The model, and what waits for all reduces. `sizes` are nodes and GPUs a node; `replicated`: over the nodes."""
     mesh = init_device_mesh(device, tuple(sizes), mesh_dim_names=("node", "gpu"))
-    reduces = Reduces(mesh["node"].get_group() if replicated else None) if streams else None
+    reduces = Reduces(mesh["node"].get_group() if replicated else None) if device == "cpu" else None
     if not replicated:
         mesh = init_device_mesh(device, (sizes[0] * sizes[1],))
     elif reduces:
@@ -37,10 +36,9 @@ def sharded_by_fsdp2(
             part.compile(fullgraph=True, dynamic=False)
         fully_shard(part, mesh=mesh)
     _prefetch(model, prefetch)
-    if device == "cpu":
-        model._set_unshard_async_op(True)
     if not reduces:
         return model, lambda: None
+    model._set_unshard_async_op(True)
     for part in parts:
         part.set_custom_reduce_scatter(reduces)
         if replicated:

@@ -1,6 +1,6 @@
 """Overlap: how much of what a plan has to move hides behind compute, against FSDP2, on emulated links.
 
-    python examples/bench/overlap.py                                        # worlds 8, 64, 1024; an hour on 2 cores
+    python examples/bench/overlap.py                            # worlds 8, 64, 1024; two hours on 2 cores
     python examples/bench/overlap.py --worlds 64 --plans zero3 --ratios 1
 
 One process is one rank (`shardc.emulate`): compute is real, collectives take as long as the links would. For each row
@@ -8,13 +8,14 @@ the links are set so that the busiest lane of the plan has `ratio` times as much
 it, compiled block by block). All systems train the same Llama-like model, a step of one after a step of the other. A
 step is a forward and a backward; medians.
 
-    FSDP2             fully_shard on every block and on the model, prefetching `--prefetch` blocks
-    FSDP2 + compile   the same with compiled blocks
-    shardc            compile(measure=True), with the measured peak of FSDP2 + compile as its memory limit
+    FSDP2                   fully_shard on every block and on the model, prefetching `--prefetch` blocks
+    FSDP2 + compile         the same with compiled blocks
+    shardc, torch's pass    shardc's plan, scheduled by torch's own overlap pass; on GPUs only, for it needs Triton
+    shardc                  compile(measure=True), with the measured peak of FSDP2 + compile as its memory limit
 
-On a CPU FSDP2 stands still in every reduce, for it leaves overlap to streams. Two more rows (`, streams`) give it what
-a GPU would: reduces that are only waited for at the end of the backward, or when too many are in flight. IIG has no
-counterpart in FSDP2; it is compared with HSDP.
+On a CPU FSDP2 stands still in every reduce, for it leaves overlap to streams; so here it gets what a GPU would give it:
+reduces that are only waited for at the end of the backward, or when one is in flight. IIG has no counterpart in FSDP2;
+it is compared with HSDP.
 
 bound: by the plan's own dependencies, one hop a parameter and no latencies, with compute as measured region by region.
 exposed: that compute stood still in waits. foretold: the step as `shardc.simulate` has it. peak: with master parameters
@@ -33,7 +34,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from allocator import grown
+from allocator import grown, keep
 from fsdp2 import sharded_by_fsdp2
 from llama import Config, Llama
 
@@ -44,7 +45,7 @@ from shardc.links import Device, Link
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {
-    "cpu": (Config(dim=320, layers=16, heads=5, kv_heads=5, hidden=864, vocab=4096, context=256), 2),
+    "cpu": (Config(dim=256, layers=32, heads=4, kv_heads=4, hidden=704, vocab=4096, context=256), 8),
     "cuda": (Config(dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocab=128256, context=4096), 1),
 }
 DEVICES = {"cpu": Device("a CPU core", 0.05, 10.0, 16.0), "cuda": Device("H200-SXM", 989, 4800, 141, slower_fp32=2.0)}
@@ -60,7 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--worlds", type=int, nargs="+", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0])
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--prefetch", type=int, default=1)
     return parser.parse_args()
@@ -105,6 +106,7 @@ class System:
 def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
+    keep()
     config, rows = SIZES[DEVICE]
     if options.layers:
         config = replace(config, layers=options.layers)
@@ -152,6 +154,9 @@ def compare(
         for system in systems:
             look_at_peak(system, batch, rest_bytes(config, topology, "zero3" if name == "zero3" else "hsdp"))
         limit = next(system.peak for system in systems if system.name == "FSDP2 + compile")
+        if DEVICE == "cuda":
+            systems.append(by_torch(config, topology, name, batch))
+            look_at_peak(systems[-1], batch, rest_bytes(config, topology, name))
         systems.append(ours(config, topology, name, limit))
         look_at_peak(systems[-1], batch, rest_bytes(config, topology, name))
         for _ in range(2 + options.steps):
@@ -203,26 +208,29 @@ def made_on_meta(config: Config) -> Llama:
 
 
 def baselines(config: Config, topology: shardc.Topology, name: str, prefetch: int) -> list[System]:
-    """FSDP2, each with the best settings that it has."""
-    replicated = name != "zero3"
+    """FSDP2, with the best settings that it has."""
     found = []
-    for compiled, streams in product((False, True), (False, True) if DEVICE == "cpu" else (False,)):
+    for compiled in (False, True):
         model, settle = sharded_by_fsdp2(
-            made(config),
-            DEVICE,
-            topology.sizes,
-            replicated=replicated,
-            compiled=compiled,
-            prefetch=prefetch,
-            streams=streams,
+            made(config), DEVICE, topology.sizes, replicated=name != "zero3", compiled=compiled, prefetch=prefetch
         )
-        found.append(System("FSDP2" + " + compile" * compiled + ", streams" * streams, model, settle))
+        found.append(System("FSDP2" + " + compile" * compiled, model, settle))
     return found
 
 
 def ours(config: Config, topology: shardc.Topology, name: str, limit: int) -> System:
     plan = plan_of(name, topology, memory_limit=limit)
     return System("shardc", shardc.compile(made(config), plan, measure=True, progress=lambda text: None))
+
+
+def by_torch(config: Config, topology: shardc.Topology, name: str, batch: torch.Tensor) -> System:
+    """The same plan, compiled as one graph with torch's own overlap pass."""
+    options = {"backend": "inductor-whole", "progress": lambda text: None}
+    system = System("shardc, torch's pass", shardc.compile(made(config), plan_of(name, topology), **options))
+    with torch._inductor.config.patch({"aten_distributed_optimizations.enable_overlap_scheduling": True}):
+        system.step(batch)
+    system.rest()
+    return system
 
 
 def wait_for_device() -> None:
