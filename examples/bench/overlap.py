@@ -5,8 +5,8 @@
 
 One process is one rank (`shardc.emulate`): compute is real, collectives take as long as the links would. For each row
 the links are set so that the busiest lane of the plan has `ratio` times as much to do as compute (as one process has
-it, compiled block by block). All systems train the same Llama-like model, a step of one after a step of the other. A
-step is a forward and a backward; medians.
+it, compiled block by block). All systems train the same Llama-like model, each in a process of its own, a step of one
+after a step of the other. A step is a forward and a backward, without Python's garbage collector; medians.
 
     FSDP2                   fully_shard on every block and on the model, prefetching `--prefetch` blocks
     FSDP2 + compile         the same with compiled blocks
@@ -25,6 +25,8 @@ and AdamW's state.
 from __future__ import annotations
 
 import argparse
+import gc
+import multiprocessing
 import statistics
 import sys
 import time
@@ -45,13 +47,14 @@ from shardc.links import Device, Link
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {
-    "cpu": (Config(dim=256, layers=32, heads=4, kv_heads=4, hidden=704, vocab=4096, context=256), 8),
+    "cpu": (Config(dim=256, layers=16, heads=4, kv_heads=4, hidden=704, vocab=4096, context=256), 8),
     "cuda": (Config(dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocab=128256, context=4096), 1),
 }
 DEVICES = {"cpu": Device("a CPU core", 0.05, 10.0, 16.0), "cuda": Device("H200-SXM", 989, 4800, 141, slower_fp32=2.0)}
 WORLDS = {8: (2, 4), 64: (8, 8), 1024: (128, 8)}
 PLANS = ("zero3", "hsdp", "IIG")
 LATENCY_US = {"node": 12.0, "gpu": 4.0}
+CONTEXT = multiprocessing.get_context("spawn")
 FASTER_INSIDE = 9.0
 """how many times as fast a link inside a host is: 450 to 50 GB/s in a DGX H100"""
 
@@ -67,40 +70,95 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@dataclass(frozen=True)
+class Row:
+    """What systems are compared on."""
+
+    world: int
+    plan: str
+    ratio: float
+    config: Config
+    rows: int
+    topology: shardc.Topology
+    prefetch: int
+    limit: int | None = None
+    """bytes, for shardc"""
+
+    def batch(self) -> torch.Tensor:
+        return torch.randint(self.config.vocab, (2, self.rows, self.config.context), device=DEVICE)
+
+
 @dataclass
 class System:
-    """What is compared."""
+    """What is compared, in the process that it has to itself."""
 
-    name: str
+    row: Row
+    world: World
     model: torch.nn.Module
+    rest_bytes: int
     settle: Callable[[], None] = lambda: None
     """waits for what is still in flight when the backward is over"""
 
     def __post_init__(self) -> None:
-        self.seconds: list[float] = []
-        self.exposed: list[float] = []
-        self.peak = 0
+        self.batch = self.row.batch()
 
-    def step(self, batch: torch.Tensor) -> float:
+    def step(self) -> float:
         """Returns the seconds that it took to settle."""
-        self.model(*batch).backward()
+        self.model(*self.batch).backward()
         began = time.perf_counter()
         self.settle()
         return time.perf_counter() - began
 
-    def timed(self, batch: torch.Tensor, world: World) -> None:
-        world.clear()
+    def peak(self) -> int:
+        """Bytes, with what is there between two steps."""
+        for _ in range(2):
+            found = grown(self.step)
+            self.model.zero_grad()
+        return self.rest_bytes + found
+
+    def timed(self) -> tuple[float, float]:
+        """Seconds of a step, and those that were exposed."""
+        self.world.clear()
         wait_for_device()
         began = time.perf_counter()
-        settled_s = self.step(batch)
+        settled_s = self.step()
         wait_for_device()
-        self.seconds.append(time.perf_counter() - began)
-        self.exposed.append(world.exposed_s + settled_s)
-        self.rest()
-
-    def rest(self) -> None:
-        """As it is between two steps."""
+        took_s = time.perf_counter() - began
         self.model.zero_grad()
+        gc.collect()
+        return took_s, self.world.exposed_s + settled_s
+
+    def foretold(self) -> tuple[float, float]:
+        """The bound, and the step as it is simulated, in seconds."""
+        timeline = shardc.simulate(shardc.programs(self.model)[0])
+        return timeline.bound.us / 1e6, timeline.step_us / 1e6
+
+
+class Host:
+    """A process with one system; the others are quiet while it is asked for something."""
+
+    def __init__(self, make: Callable[[Row, World], System], row: Row):
+        self.pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=serve, args=(theirs, make, row), daemon=True)
+        self.process.start()
+
+    def ask(self, what: str) -> Any:
+        self.pipe.send(what)
+        return self.pipe.recv()
+
+    def end(self) -> None:
+        self.pipe.send(None)
+        self.process.join()
+
+
+def serve(pipe: Any, make: Callable[[Row, World], System], row: Row) -> None:
+    torch.set_num_threads(1)
+    keep()
+    with emulate(row.topology, DEVICE) as world:
+        system = make(row, world)
+        gc.disable()
+        while what := pipe.recv():
+            pipe.send(getattr(system, what)())
 
 
 def main() -> None:
@@ -110,26 +168,42 @@ def main() -> None:
     config, rows = SIZES[DEVICE]
     if options.layers:
         config = replace(config, layers=options.layers)
-    batch = torch.randint(config.vocab, (2, rows, config.context), device=DEVICE)
-    compute_s = alone_s(config, batch)
+    one = shardc.Topology(rank=1).with_links(DEVICES[DEVICE], rank=Link(1.0, 0.0))
+    alone = Host(plain, Row(1, "", 0.0, config, rows, one, 0))
+    compute_s = statistics.median([alone.ask("timed")[0] for _ in range(7)][2:])
+    alone.end()
     print(f"torch {torch.__version__}, {DEVICE}, {config}, {rows} rows; alone {compute_s * 1e3:.0f} ms a step\n")
     names = ("world", "plan", "comm / compute", "system", "step ms", "exposed ms", "bound ms", "bound / step")
     print(f"| {' | '.join(names)} | foretold ms | peak MiB |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     for world, plan, ratio in product(options.worlds, options.plans, options.ratios):
-        compare(world, plan, ratio, config, batch, compute_s, options)
+        shape = shardc.Topology(node=WORLDS[world][0], gpu=WORLDS[world][1])
+        topology = with_links(shape, plan, config, ratio * compute_s)
+        compare(Row(world, plan, ratio, config, rows, topology, options.prefetch), options.steps)
 
 
-def alone_s(config: Config, batch: torch.Tensor) -> float:
-    """A step in one process, compiled block by block."""
-    model = made(config)
-    for layer in model.layers:
-        layer.compile(fullgraph=True, dynamic=False)
-    world = World(shardc.Topology(rank=1), torch.device(DEVICE))
-    alone = System("alone", model)
-    for _ in range(7):
-        alone.timed(batch, world)
-    return statistics.median(alone.seconds[2:])
+def compare(row: Row, steps: int) -> None:
+    """A line for each system."""
+    hosts = {"FSDP2": Host(fsdp2, row), "FSDP2 + compile": Host(fsdp2_compiled, row)}
+    peaks = {name: host.ask("peak") for name, host in hosts.items()}
+    if DEVICE == "cuda":
+        hosts["shardc, torch's pass"] = Host(ours_by_torch, row)
+    hosts["shardc"] = Host(ours, replace(row, limit=peaks["FSDP2 + compile"]))
+    peaks |= {name: host.ask("peak") for name, host in hosts.items() if name not in peaks}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in hosts}
+    for _ in range(2 + steps):
+        for name, host in hosts.items():
+            taken[name].append(host.ask("timed"))
+    bound_s, foretold_s = hosts["shardc"].ask("foretold")
+    for name, host in hosts.items():
+        step_s, exposed_s = (statistics.median(column) for column in zip(*taken[name][2:], strict=True))
+        foretold = f"{foretold_s * 1e3:.0f} ({foretold_s / step_s - 1:+.1%})" if name == "shardc" else "-"
+        print(
+            f"| {row.world} | {row.plan} | {row.ratio} | {name} | {step_s * 1e3:.0f} | {exposed_s * 1e3:.0f} "
+            f"| {bound_s * 1e3:.0f} | {bound_s / step_s:.3f} | {foretold} | {peaks[name] / 2**20:.1f} |",
+            flush=True,
+        )
+        host.end()
 
 
 def made(config: Config) -> Llama:
@@ -137,53 +211,14 @@ def made(config: Config) -> Llama:
     return Llama(config).to(DEVICE, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
 
 
-def compare(
-    world: int,
-    name: str,
-    ratio: float,
-    config: Config,
-    batch: torch.Tensor,
-    compute_s: float,
-    options: argparse.Namespace,
-) -> None:
-    """A row for each system."""
-    shape = shardc.Topology(node=WORLDS[world][0], gpu=WORLDS[world][1])
-    topology = with_links(shape, name, config, ratio * compute_s)
-    with emulate(topology, DEVICE) as emulated:
-        systems = baselines(config, topology, name, options.prefetch)
-        for system in systems:
-            look_at_peak(system, batch, rest_bytes(config, topology, "zero3" if name == "zero3" else "hsdp"))
-        limit = next(system.peak for system in systems if system.name == "FSDP2 + compile")
-        if DEVICE == "cuda":
-            systems.append(by_torch(config, topology, name, batch))
-            look_at_peak(systems[-1], batch, rest_bytes(config, topology, name))
-        systems.append(ours(config, topology, name, limit))
-        look_at_peak(systems[-1], batch, rest_bytes(config, topology, name))
-        for _ in range(2 + options.steps):
-            for system in systems:
-                system.timed(batch, emulated)
-        timeline = shardc.simulate(shardc.programs(systems[-1].model)[0])
-    bound_s, foretold_s = timeline.bound.us / 1e6, timeline.step_us / 1e6
-    for system in systems:
-        step_s, exposed_s = statistics.median(system.seconds[2:]), statistics.median(system.exposed[2:])
-        foretold = f"{foretold_s * 1e3:.0f} ({foretold_s / step_s - 1:+.1%})" if system.name == "shardc" else "-"
-        print(
-            f"| {world} | {name} | {ratio} | {system.name} | {step_s * 1e3:.0f} | {exposed_s * 1e3:.0f} "
-            f"| {bound_s * 1e3:.0f} | {bound_s / step_s:.3f} | {foretold} | {system.peak / 2**20:.1f} |",
-            flush=True,
-        )
+def made_on_meta(config: Config) -> Llama:
+    with torch.device("meta"):
+        return Llama(config).to(torch.bfloat16 if DEVICE == "cuda" else torch.float32)
 
 
-def look_at_peak(system: System, batch: torch.Tensor, rest: int) -> None:
-    for _ in range(2):
-        system.peak = rest + grown(lambda: system.step(batch))
-        system.rest()
-
-
-def rest_bytes(config: Config, topology: shardc.Topology, name: str) -> int:
+def rest_bytes(row: Row, pieces: int) -> int:
     """Master parameters and AdamW's two values of each element."""
-    pieces = topology.sizes[1] if name == "hsdp" else topology.world
-    return sum(3 * p.nbytes for p in made_on_meta(config).parameters()) // pieces
+    return sum(3 * p.nbytes for p in made_on_meta(row.config).parameters()) // pieces
 
 
 def plan_of(name: str, topology: shardc.Topology, **options: Any) -> shardc.Plan:
@@ -202,35 +237,42 @@ def with_links(shape: shardc.Topology, name: str, config: Config, busy_s: float)
     return shape.with_links(DEVICES[DEVICE], **links)
 
 
-def made_on_meta(config: Config) -> Llama:
-    with torch.device("meta"):
-        return Llama(config).to(torch.bfloat16 if DEVICE == "cuda" else torch.float32)
+# The systems
 
 
-def baselines(config: Config, topology: shardc.Topology, name: str, prefetch: int) -> list[System]:
+def plain(row: Row, world: World) -> System:
+    """One process, compiled block by block."""
+    model = made(row.config)
+    for layer in model.layers:
+        layer.compile(fullgraph=True, dynamic=False)
+    return System(row, world, model, rest_bytes(row, 1))
+
+
+def fsdp2(row: Row, world: World, compiled: bool = False) -> System:
     """FSDP2, with the best settings that it has."""
-    found = []
-    for compiled in (False, True):
-        model, settle = sharded_by_fsdp2(
-            made(config), DEVICE, topology.sizes, replicated=name != "zero3", compiled=compiled, prefetch=prefetch
-        )
-        found.append(System("FSDP2" + " + compile" * compiled, model, settle))
-    return found
+    replicated, sizes = row.plan != "zero3", row.topology.sizes
+    model, settle = sharded_by_fsdp2(
+        made(row.config), DEVICE, sizes, replicated=replicated, compiled=compiled, prefetch=row.prefetch
+    )
+    return System(row, world, model, rest_bytes(row, sizes[1] if replicated else row.world), settle)
 
 
-def ours(config: Config, topology: shardc.Topology, name: str, limit: int) -> System:
-    plan = plan_of(name, topology, memory_limit=limit)
-    return System("shardc", shardc.compile(made(config), plan, measure=True, progress=lambda text: None))
+def fsdp2_compiled(row: Row, world: World) -> System:
+    return fsdp2(row, world, compiled=True)
 
 
-def by_torch(config: Config, topology: shardc.Topology, name: str, batch: torch.Tensor) -> System:
+def ours(row: Row, world: World) -> System:
+    plan = plan_of(row.plan, row.topology, memory_limit=row.limit)
+    model = shardc.compile(made(row.config), plan, measure=True, progress=lambda text: None)
+    return System(row, world, model, rest_bytes(row, row.topology.sizes[1] if row.plan == "hsdp" else row.world))
+
+
+def ours_by_torch(row: Row, world: World) -> System:
     """The same plan, compiled as one graph with torch's own overlap pass."""
-    options = {"backend": "inductor-whole", "progress": lambda text: None}
-    system = System("shardc, torch's pass", shardc.compile(made(config), plan_of(name, topology), **options))
-    with torch._inductor.config.patch({"aten_distributed_optimizations.enable_overlap_scheduling": True}):
-        system.step(batch)
-    system.rest()
-    return system
+    torch._inductor.config.aten_distributed_optimizations.enable_overlap_scheduling = True
+    plan = plan_of(row.plan, row.topology)
+    model = shardc.compile(made(row.config), plan, backend="inductor-whole", progress=lambda text: None)
+    return System(row, world, model, rest_bytes(row, row.topology.sizes[1] if row.plan == "hsdp" else row.world))
 
 
 def wait_for_device() -> None:
