@@ -8,7 +8,8 @@ The others are taken to do what this rank does and to hold what it holds. A gath
 sum is as many times what it has: numbers stay finite, but no model trains on them.
 
 A collective is a message to a thread of its group (on a GPU: work on a stream of its group), which moves the memory;
-`wait` returns when that is done and when the clock says so.
+`wait` returns when that is done and when the clock says so. Compiled compute keeps Python from running other threads;
+one that only hands a result on to the next collective is not late for that, as a stream would not be.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ import torch.distributed as dist
 from passes.errors import Error
 from shardc.times import collective_us
 from shardc.topology import Topology
+
+STRAIGHT_ON_S = 1e-3
+"""between the end of a wait and the next collective of a thread"""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class World:
         self.store = _Store(self.topology.world)  # C++ keeps only its own half of it
         self.queues: list[SimpleQueue[_Work | None]] = []
         self.thread = threading.get_ident()
+        self.awake = threading.local()
         self.cycles_per_us = _cycles_per_us() if self.device.type == "cuda" else 0.0
 
     def clear(self) -> None:
@@ -72,12 +77,23 @@ class World:
         us = collective_us(self.topology, kind, axis, sent_bytes, size)
         axes = axis.split("+")
         with self.lock:
-            now_s = time.perf_counter()
+            now_s = self._asked_s()
             begin_s = max(now_s, *(self.free_s.get(a, 0.0) for a in axes))
             booked = Collective(kind, axis, sent_bytes, now_s, begin_s, begin_s + us / 1e6)
             self.free_s |= dict.fromkeys(axes, booked.end_s)
             self.collectives.append(booked)
         return booked
+
+    def woke(self, due_s: float) -> None:
+        """A wait is over that should have been at `due_s`: other threads may have kept Python from going on."""
+        self.awake.at_s = time.perf_counter()
+        self.awake.late_s = self.awake.at_s - due_s
+
+    def _asked_s(self) -> float:
+        """Now; or, of a thread that goes straight on from a wait that Python held up, as if it had not."""
+        now_s = time.perf_counter()
+        straight_on = threading.get_ident() != self.thread and now_s - getattr(self.awake, "at_s", 0.0) < STRAIGHT_ON_S
+        return now_s - self.awake.late_s if straight_on else now_s
 
 
 @contextmanager
@@ -179,6 +195,7 @@ class _Work(dist._Work):
             time.sleep(left_s)
         if threading.get_ident() == self.world.thread:
             self.world.exposed_s += time.perf_counter() - began_s
+        self.world.woke(max(began_s, self._end_s))
         return True
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections import Counter
 
@@ -75,6 +77,27 @@ def test_a_collective_ends_when_its_links_say_behind_what_is_on_them() -> None:
     )
     assert inside.begin_s == inside.issued_s
     assert second.begin_s == max(second.issued_s, first.end_s)
+
+
+def test_a_thread_that_hands_a_result_on_is_not_late_because_python_was_busy() -> None:
+    def hand_on(first: dist.Work) -> None:
+        first.wait()
+        dist.all_reduce(x, group=mesh.get_group("gpu"))
+
+    switch_s = sys.getswitchinterval()
+    with shardc.emulate(WORLD) as world:
+        mesh = init_device_mesh("cpu", (8, 4), mesh_dim_names=("node", "gpu"))
+        x = torch.ones(1 << 20)
+        work = dist.all_reduce(x, group=mesh.get_group("node"), async_op=True)
+        thread = threading.Thread(target=hand_on, args=(work,))
+        thread.start()
+        sys.setswitchinterval(10.0)
+        while time.perf_counter() < world.collectives[0].end_s + 0.05:
+            pass
+        sys.setswitchinterval(switch_s)
+        thread.join()
+        first, second = world.collectives
+    assert second.begin_s == pytest.approx(first.end_s, abs=0.01)
 
 
 def test_a_flat_collective_takes_a_place_on_all_of_its_axes() -> None:
