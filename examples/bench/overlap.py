@@ -17,9 +17,9 @@ On a CPU FSDP2 stands still in every reduce, for it leaves overlap to streams; s
 reduces that are only waited for at the end of the backward, or when one is in flight. IIG has no counterpart in FSDP2;
 it is compared with HSDP.
 
-bound: by the plan's own dependencies, one hop a parameter and no latencies, with compute as measured region by region.
-exposed: that compute stood still in waits. foretold: the step as `shardc.simulate` has it. peak: with master parameters
-and AdamW's state.
+bound: by the plan's own dependencies, one hop a parameter and no latencies, with compute as measured region by region,
+between the steps. exposed: that compute stood still in waits. foretold: the step as `shardc.simulate` has it. peak:
+with master parameters and AdamW's state.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ import shardc
 from shardc.cost import by_axis, step_bytes
 from shardc.emulate import World, emulate
 from shardc.links import Device, Link
+from shardc.measure import measure
+from shardc.model import runtime_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {
@@ -129,8 +131,10 @@ class System:
         return took_s, self.world.exposed_s + settled_s
 
     def foretold(self) -> tuple[float, float]:
-        """The bound, and the step as it is simulated, in seconds."""
-        timeline = shardc.simulate(shardc.programs(self.model)[0])
+        """The bound, and the step as it is simulated, in seconds, with regions as they are timed now."""
+        program = shardc.programs(self.model)[0]
+        measure(program, runtime_of(self.model).lowering)
+        timeline = shardc.simulate(program)
         return timeline.bound.us / 1e6, timeline.step_us / 1e6
 
 
@@ -191,19 +195,26 @@ def compare(row: Row, steps: int) -> None:
     hosts["shardc"] = Host(ours, replace(row, limit=peaks["FSDP2 + compile"]))
     peaks |= {name: host.ask("peak") for name, host in hosts.items() if name not in peaks}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in hosts}
+    foretold: list[tuple[float, float]] = []
     for _ in range(2 + steps):
         for name, host in hosts.items():
             taken[name].append(host.ask("timed"))
-    bound_s, foretold_s = hosts["shardc"].ask("foretold")
+        foretold.append(hosts["shardc"].ask("foretold"))
+    bound_s, foretold_s = medians(foretold[2:])
     for name, host in hosts.items():
-        step_s, exposed_s = (statistics.median(column) for column in zip(*taken[name][2:], strict=True))
-        foretold = f"{foretold_s * 1e3:.0f} ({foretold_s / step_s - 1:+.1%})" if name == "shardc" else "-"
+        step_s, exposed_s = medians(taken[name][2:])
+        simulated = f"{foretold_s * 1e3:.0f} ({foretold_s / step_s - 1:+.1%})" if name == "shardc" else "-"
         print(
             f"| {row.world} | {row.plan} | {row.ratio} | {name} | {step_s * 1e3:.0f} | {exposed_s * 1e3:.0f} "
-            f"| {bound_s * 1e3:.0f} | {bound_s / step_s:.3f} | {foretold} | {peaks[name] / 2**20:.1f} |",
+            f"| {bound_s * 1e3:.0f} | {bound_s / step_s:.3f} | {simulated} | {peaks[name] / 2**20:.1f} |",
             flush=True,
         )
         host.end()
+
+
+def medians(found: list[tuple[float, float]]) -> tuple[float, float]:
+    first, second = zip(*found, strict=True)
+    return statistics.median(first), statistics.median(second)
 
 
 def made(config: Config) -> Llama:
