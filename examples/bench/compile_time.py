@@ -25,7 +25,7 @@ from shardc.lower import Lowering
 
 STAGES = (
     *("dynamo", "capture", "decompose", "insert", "partition"),
-    *("bucket", "schedule", "variations", "verify", "regions"),
+    *("bucket", "chunk", "relay", "schedule", "variations", "verify", "regions"),
 )
 NARROW = {"dim": 64, "heads": 4, "kv_heads": 4, "hidden": 128, "vocab": 256, "context": 64}
 
