@@ -17,6 +17,7 @@ from passes.parse import parse
 from passes.text import to_text
 from shardc.links import Device, Link
 from shardc.times import PIECES, pieces_of
+from test_bucket import counted
 from test_goldens import Tiny
 
 BACKWARD = """\
@@ -223,15 +224,6 @@ def test_pieces_move_the_same_bytes_and_obey_every_law(name: str) -> None:
     program = shardc.trace(Tiny(), plan, torch.zeros(3, 4))
     for variant in program.step(2):
         graph = program.graph(variant)
-        assert moved(graph) == moved(program.draft(variant))
+        assert counted(graph) == counted(program.draft(variant))
     graphs = [program.graph(variant) for variant in program.step(1)]
     assert any(ops.hop(start).piece != ops.WHOLE for graph in graphs for start in ops.hops(graph))
-
-
-def moved(graph: fx.Graph) -> Counter[tuple[str, str, str]]:
-    """Bytes by kind, purpose and axis."""
-    total: Counter[tuple[str, str, str]] = Counter()
-    for start in ops.hops(graph):
-        hop = ops.hop(start)
-        total[hop.kind, hop.purpose, hop.axis] += ops.moved_bytes(start)
-    return total

@@ -145,6 +145,7 @@ class Host:
         self.pipe, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=serve, args=(theirs, make, row), daemon=True)
         self.process.start()
+        theirs.close()  # so that `recv` raises where the process has died
 
     def ask(self, what: str) -> Any:
         self.pipe.send(what)
@@ -167,8 +168,6 @@ def serve(pipe: Any, make: Callable[[Row, World], System], row: Row) -> None:
 
 def main() -> None:
     options = arguments()
-    torch.set_num_threads(1)
-    keep()
     config, rows = SIZES[DEVICE]
     if options.layers:
         config = replace(config, layers=options.layers)
