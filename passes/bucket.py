@@ -62,8 +62,8 @@ aten = torch.ops.aten
 Pays = Callable[[fx.Node, bool], bool]
 """Of a hop, which may be one of the first gathers or of the last reduces: is it worth its copies to be in a bucket?"""
 
-ENDS = 3
-"""Stretches, the first that gather and the last that reduce: an embedding's, and the two blocks next to it."""
+ENDS = 4
+"""Stretches, the first that gather and the last that reduce: an embedding's, and the three blocks next to it."""
 
 
 def _anywhere(start: fx.Node, at_end: bool) -> bool:

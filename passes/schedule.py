@@ -30,10 +30,11 @@ becomes
 
 Compute keeps its order. A stretch of it is a repeated block, or the part of one from where a gather is first needed, or
 up to where a reduce is fed, to the next such place; hops go between stretches. There a lane that will be idle during
-the next stretch gets its next hop: a gather that is urgent, else a reduce (which frees memory), else the gather that is
-needed next, as long as what is gathered ahead fits a window of bytes. A gather is waited for right before the stretch
-that needs it, everything else at the first border behind its end. Which of several gathers or reduces goes first is a
-rule; all `RULES` are tried, and the order that ends first is taken.
+the next stretch gets its next hop: a gather that is urgent, else a reduce (which frees memory; not a long one right
+before a gather that compute would have to wait for), else the gather that is needed next, as long as what is gathered
+ahead fits a window of bytes. A gather is waited for right before the stretch that needs it, everything else at the
+first border behind its end. Which of several gathers or reduces goes first is a rule; all `RULES` are tried, and the
+order that ends first is taken.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ Cost = Callable[[fx.Node], float]
 
 def schedule(graph: fx.Graph, us: Cost | None = None, window_bytes: int | None = None) -> fx.Graph:
     """Edits the order in place. `us` is what each node takes; without it a stretch takes as long as four hops.
-    `window_bytes` bounds what is gathered ahead of the stretch that needs it (default: what the two largest need)."""
+    `window_bytes` bounds what is gathered ahead of the stretch that needs it (default: what the four largest need)."""
     constants = graph.find_nodes(op="get_attr")
     laid_out = lay_out(graph)
     tried = [Lanes(*laid_out, us, window_bytes, rules) for rules in _telling(laid_out[1])]
@@ -69,17 +70,18 @@ def schedule(graph: fx.Graph, us: Cost | None = None, window_bytes: int | None =
 
 
 def default_window(graph: fx.Graph) -> int:
-    """Bytes that the two stretches need that need most."""
-    return _two_largest(lay_out(graph)[1])
+    """Bytes that the four stretches need that need most."""
+    return _largest(lay_out(graph)[1], 4)
 
 
-def _two_largest(flights: Sequence[Flight]) -> int:
+def _largest(flights: Sequence[Flight], count: int) -> int:
+    """Bytes that so many stretches need, those that need most."""
     needs: Counter[int] = Counter()
     claims = _claims(flights)
     for flight in flights:
         if flight.climbs and not _goes_on(flight):
             needs[flight.due] += claims[flight]
-    return sum(size for _, size in needs.most_common(2))
+    return sum(size for _, size in needs.most_common(count))
 
 
 # What there is to order
@@ -312,7 +314,9 @@ class Lanes:
         self.begin_us = [0.0, *accumulate(self.takes_us)]
         """of each stretch, were there no hops"""
         self.rest_us, self.claims = _rest(flights, self.us), _claims(flights)
-        self.window_bytes = _two_largest(flights) if window_bytes is None else window_bytes
+        self.window_bytes = _largest(flights, 4) if window_bytes is None else window_bytes
+        self.crowd_bytes = min(_largest(flights, 2), self.window_bytes)
+        """of gradients that may wait for gathers"""
         self.now_us, self.border = 0.0, 0
         self.free_us: dict[str, float] = {flight.axis: 0.0 for flight in flights}
         """when a lane has ended what it has"""
@@ -369,10 +373,12 @@ class Lanes:
         able = [f for f in near if self._is_able(f) and self._begin_us(f) < end_us]
         fitting = self._fitting(i, near)
         able = [f for f in able if f.due <= i or not f.climbs or _goes_on(f) or f in fitting]
+        soon = [f for f in near if f.climbs and self._is_able(f) and (f.due <= i or _goes_on(f) or f in fitting)]
+        able = [f for f in able if f.climbs or not any(self._yields(f, to, i) for to in soon)]
         if self.rules.patient:
             able = [f for f in able if f.climbs or not self._held_back(f, i, end_us)]
         able = [f for f in able if self._can_follow(f, able)]
-        crowded = sum(_bytes(f.start) * f.size for f in able if not f.climbs) > self.window_bytes
+        crowded = sum(_bytes(f.start) * f.size for f in able if not f.climbs) > self.crowd_bytes
         chosen = min(able, key=lambda f: self._urgency(f, i, able, crowded), default=None)
         if chosen and self._grounded_source(chosen):
             root = self._root(chosen)
@@ -381,6 +387,14 @@ class Lanes:
         while chosen and (shorter := self._in_front_of(chosen, able)):
             chosen = shorter
         return chosen
+
+    def _yields(self, flight: Flight, gather: Flight, i: int) -> bool:
+        """Whether a reduce had better go behind a gather that can begin soon: compute would wait for longer than the
+        lane stays idle."""
+        begin_us, there_us = self._begin_us(flight), self._begin_us(gather)
+        over_us, latest_us = begin_us + self.us(flight.start), self._latest_us(gather, i)
+        waits_us = max(over_us, latest_us) - max(there_us, latest_us)
+        return flight.axis == gather.axis and waits_us > there_us - begin_us > 0
 
     def _held_back(self, flight: Flight, i: int, end_us: float) -> bool:
         """Whether a reduce had better go behind one that is made in stretch `i`, if the two were alone."""

@@ -30,7 +30,8 @@ class Flying:
     def __init__(self, hop: ops.Hop, source: torch.Tensor | Flying, out: torch.Tensor):
         self.hop, self.out = hop, out
         self.source: torch.Tensor | Flying | None = source
-        self.issued = threading.Event()
+        self.issued: threading.Event | None = None
+        """where a thread of the lane issues it"""
         self.work: dist.Work | None = None
         self.error: Exception | None = None
 
@@ -43,11 +44,11 @@ class Flying:
             self.work = self._named(lambda: _ISSUE[self.hop.kind](_torch.group_called(group), self.out, self.source))
         except Exception as error:
             self.error = error
-        self.issued.set()
 
     def wait(self) -> torch.Tensor:
         """What the hop brings. Raises `Error` with the hop where it failed."""
-        self.issued.wait()
+        if self.issued:
+            self.issued.wait()
         if self.error:
             raise self.error
         self._named(self.work.wait)  # type: ignore[union-attr]
@@ -71,9 +72,8 @@ class Lane:
     def __init__(self, group: str):
         self.group = group
         self.queue: SimpleQueue[Flying] | None = None
-        self.queued = threading.Event()
+        self.queued: threading.Event | None = None
         """that the last hop that was left to the thread was issued"""
-        self.queued.set()
         self.stream: torch.cuda.Stream | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lane:
@@ -85,7 +85,7 @@ class Lane:
         flying = Flying(hop, source, x if in_place else _room(hop, x))
         if x.is_cuda and isinstance(source, Flying):
             self._issue_on_stream(flying)
-        elif isinstance(source, Flying) or not self.queued.is_set():
+        elif isinstance(source, Flying) or (self.queued and not self.queued.is_set()):
             self._leave_to_thread(flying)
         else:
             flying.issue(self.group)
@@ -102,13 +102,16 @@ class Lane:
         if self.queue is None:
             self.queue = SimpleQueue()
             threading.Thread(target=_issue_all, args=(self.queue, self.group), daemon=True).start()
-        self.queued = flying.issued
+        self.queued = flying.issued = threading.Event()
         self.queue.put(flying)
 
 
 def _issue_all(queue: SimpleQueue[Flying], group: str) -> None:
     while True:
-        queue.get().issue(group)
+        flying = queue.get()
+        flying.issue(group)
+        flying.issued.set()  # type: ignore[union-attr]
+        del flying
 
 
 def _room(hop: ops.Hop, x: torch.Tensor) -> torch.Tensor:

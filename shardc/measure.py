@@ -3,7 +3,7 @@
 A region is run as it will be called, on made-up inputs: numbers between -1 and 1, zeros for integers. In between memory
 elsewhere is written to, so that it finds none of its inputs in a cache. What it takes, less its copies into and out of
 buckets, is shared out over its nodes as the roofline would. What is scheduled then has other buckets and other regions:
-a node keeps its factor, and copies have one of their own, that of a large copy.
+a node keeps its time, and copies take as many times longer than the roofline says as a large copy does.
 """
 
 from __future__ import annotations
@@ -44,20 +44,19 @@ def measure(program: Program, lowering: Lowering) -> None:
     copies = _copying(program)
     for variant in program.step():
         draft = program.draft(variant)
-        kept = {node.name for node in draft.nodes}
+        drafted_us = {node.name: us for node, us in times_us(draft, program.topology).items()}
         graph = program.scheduled(draft, variant.half)
         expected_us = {node.name: us for node, us in times_us(graph, program.topology).items()}
-        of: dict[str, float] = {}
+        us: dict[str, float] = {}
         for call in _calls(graph, lowering, variant.half):
             if call.target.key not in taken:
                 lowering.progress(f"measuring {variant.half}: {call.target.name}")
                 taken[call.target.key] = _region_us(call, lowering)
-            names = [name for name in call.meta["nodes"] if name in kept]
-            own_us = sum(expected_us[name] for name in names)
-            copied_us = copies * (sum(expected_us[name] for name in call.meta["nodes"]) - own_us)
-            if own_us:
-                of |= dict.fromkeys(names, max(0.0, taken[call.target.key] - copied_us) / own_us)
-        program.pace[variant.half] = Pace(of, copies)
+            own = {name: drafted_us[name] for name in call.meta["nodes"] if name in drafted_us}
+            copied_us = copies * sum(expected_us[name] for name in call.meta["nodes"] if name not in own)
+            left_us, own_us = max(0.0, taken[call.target.key] - copied_us), sum(own.values())
+            us |= {name: left_us * (t / own_us if own_us else 1 / len(own)) for name, t in own.items()}
+        program.pace[variant.half] = Pace(us, copies)
 
 
 COPIED_BYTES = 1 << 26

@@ -55,12 +55,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Pace:
-    """How many times longer compute took, as measured, than the roofline says."""
+    """How long compute took, as measured."""
 
-    of: Mapping[str, float] = field(default_factory=dict)
-    """by name of a node, as it is before buckets"""
+    us: Mapping[str, float] = field(default_factory=dict)
+    """of a node, by its name before buckets"""
     copies: float = 1.0
-    """of all others"""
+    """how many times longer than the roofline says all others take"""
 
 
 @dataclass(eq=False)
@@ -166,7 +166,7 @@ class Program:
         if half not in self.pace or topology.device != self.topology.device:
             return us
         pace = self.pace[half]
-        return {n: t if ops.is_start(n) else t * pace.of.get(n.name, pace.copies) for n, t in us.items()}
+        return {n: t if ops.is_start(n) else pace.us.get(n.name, t * pace.copies) for n, t in us.items()}
 
     def _finish(self, variant: Variant) -> fx.Graph:
         """Bucketed, scheduled, and in the order that the ranks agreed on; where they have none yet, they do now."""

@@ -65,6 +65,10 @@ def sent_us(start: fx.Node, topology: Topology) -> float:
     return topology.link(hop.axis).sent_us(hop.kind, sent_bytes)
 
 
+LONG = 64.0
+"""latencies: a reduce that takes longer goes on its own, as soon as its gradient is made"""
+
+
 @dataclass(frozen=True)
 class Merging:
     """Whether a hop of a graph, in a bucket with others, saves more than it costs: latencies of its chain, against what
@@ -72,7 +76,7 @@ class Merging:
 
     Copies hold up compute, always; latencies do so where a lane has as much to do as compute has. Below that most of
     them are hidden, and count by the fourth power of the load. What is written just before a hop fuses with copy-in, so
-    that gradients cost nothing.
+    that gradients cost nothing; but a bucket of them goes when the last is made, so that long ones go on their own.
     """
 
     topology: Topology
@@ -97,7 +101,7 @@ class Merging:
         if at_end and sent > saved_us:
             return False
         if ops.hop(start).kind != "all_gather":
-            return saved_us > 0
+            return sent < LONG * saved_us
         at_rest = first.args[0] if first.args[0].op == "placeholder" else None
         copied_bytes = 2 * (_value_bytes(last) + (_value_bytes(at_rest) if at_rest else 0))
         device = self.topology.computes

@@ -271,6 +271,28 @@ def test_a_gather_that_has_none_goes_before_a_reduce() -> None:
     assert events(graph).startswith("a g2")
 
 
+def test_a_lane_stays_idle_for_a_gather_that_will_be_there_soon_rather_than_begin_a_long_reduce() -> None:
+    text = """\
+def backward(v: f32[1, 4], t: f32[4, 4]):
+    'layers.2'
+    g2 = mm(t, t)
+    r2 = reduce_scatter(g2, 'gpu', 2, params=['w2'])
+    s2 = wait(r2)
+    'layers.1'
+    y1 = relu(t)
+    'layers.0'
+    b0 = all_gather(v, 'node', 2, params=['v'])
+    a0 = all_gather(b0, 'gpu', 2, params=['v'])
+    f0 = wait(a0)
+    g0 = mm(y1, f0)
+    return {'w2': s2, 'v': g0}
+"""
+    found = events(schedule(parse(text), takes(g=4, b=5, r=10, a=2, y=1)))
+    assert found == "b0 g2 y1 a0 r2 f0 g0 s2"
+    found = events(schedule(parse(text), takes(g=4, b=5, r=1, a=2, y=1)))
+    assert found == "b0 g2 r2 y1 s2 a0 f0 g0"
+
+
 @pytest.mark.parametrize("us", [0.1, 1.0, 3.0])
 def test_a_schedule_with_costs_is_a_permutation_too(us: float) -> None:
     for text in (FORWARD, BACKWARD):

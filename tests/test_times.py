@@ -164,27 +164,35 @@ def test_a_slow_link_gets_its_gathers_earlier_than_a_fast_one() -> None:
         ]
         return order.index(next(node for node in order if not ops.is_start(node)))
 
-    assert ahead(1000.0) == 3
+    assert ahead(1000.0) == 5
     assert ahead(0.001) == 2
 
 
-def buckets_of(plan: str, gb_per_s: float, layers: int = 6) -> list[tuple[str, ...]]:
-    """What the forward's hops carry, in order, by purpose and layer."""
+def buckets_of(plan: str, gb_per_s: float, layers: int = 6, half: str = "forward") -> list[tuple[str, ...]]:
+    """What the hops carry, in order, by purpose and layer."""
     device = replace(DEVICE, memory_gb_per_s=1000.0)
     topology = Topology(node=2, gpu=2).with_links(device, node=Link(gb_per_s, 10.0), gpu=Link(gb_per_s, 10.0))
     block = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     model = nn.Sequential(*(copy.deepcopy(block) for _ in range(layers)))
     made = shardc.Plan.paro(topology, "IIG") if plan == "IIG" else shardc.Plan.zero3(topology)
     program = shardc.trace(model, made, torch.zeros(4, 64))
-    return [(ops.hop(n).purpose, *ops.hop(n).params) for n in program.refreshed().nodes if ops.is_start(n)]
+    graph = program.refreshed() if half == "forward" else program.backward
+    return [(ops.hop(n).purpose, *ops.hop(n).params) for n in graph.nodes if ops.is_start(n)]
 
 
 def test_where_there_is_little_to_hide_behind_large_parameters_go_one_by_one() -> None:
     slow = buckets_of("zero3", gb_per_s=0.001)
     assert ("gather", "0.0.weight") in slow and ("gather", "0.1.weight") in slow
-    assert ("gather", "3.0.weight", "3.1.weight") in slow
+    assert ("gather", "4.0.weight", "4.1.weight") in slow
     fast = buckets_of("zero3", gb_per_s=1000.0)
     assert ("gather", "0.0.weight", "0.1.weight") in fast
+
+
+def test_a_reduce_of_many_latencies_goes_as_soon_as_its_gradient_is_made() -> None:
+    slow = buckets_of("zero3", gb_per_s=0.001, half="backward")
+    assert ("reduce", "5.0.weight") in slow and ("reduce", "5.1.weight") in slow
+    fast = buckets_of("zero3", gb_per_s=1000.0, half="backward")
+    assert ("reduce", "5.0.weight", "5.1.weight") in fast
 
 
 @pytest.mark.parametrize("gb_per_s", [0.001, 0.05, 1000.0])

@@ -49,7 +49,7 @@ from shardc.model import runtime_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {
-    "cpu": (Config(dim=256, layers=16, heads=4, kv_heads=4, hidden=704, vocab=4096, context=256), 8),
+    "cpu": (Config(dim=1024, layers=8, heads=16, kv_heads=16, hidden=3072, vocab=4096, context=256), 2),
     "cuda": (Config(dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocab=128256, context=4096), 1),
 }
 DEVICES = {"cpu": Device("a CPU core", 0.05, 10.0, 16.0), "cuda": Device("H200-SXM", 989, 4800, 141, slower_fp32=2.0)}
@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--worlds", type=int, nargs="+", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0])
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--prefetch", type=int, default=1)
     return parser.parse_args()
@@ -195,13 +195,13 @@ def compare(row: Row, steps: int) -> None:
     peaks |= {name: host.ask("peak") for name, host in hosts.items() if name not in peaks}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in hosts}
     foretold: list[tuple[float, float]] = []
-    for _ in range(2 + steps):
+    for _ in range(1 + steps):
         for name, host in hosts.items():
             taken[name].append(host.ask("timed"))
         foretold.append(hosts["shardc"].ask("foretold"))
-    bound_s, foretold_s = medians(foretold[2:])
+    bound_s, foretold_s = medians(foretold[1:])
     for name, host in hosts.items():
-        step_s, exposed_s = medians(taken[name][2:])
+        step_s, exposed_s = medians(taken[name][1:])
         simulated = f"{foretold_s * 1e3:.0f} ({foretold_s / step_s - 1:+.1%})" if name == "shardc" else "-"
         print(
             f"| {row.world} | {row.plan} | {row.ratio} | {name} | {step_s * 1e3:.0f} | {exposed_s * 1e3:.0f} "
