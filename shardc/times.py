@@ -65,8 +65,8 @@ def sent_us(start: fx.Node, topology: Topology) -> float:
     return topology.link(hop.axis).sent_us(hop.kind, sent_bytes)
 
 
-LONG = 64.0
-"""latencies: a reduce that takes longer goes on its own, as soon as its gradient is made"""
+LONG = 16.0
+"""latencies: what takes longer goes on its own, as soon as it is needed or made"""
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class Merging:
         first, last = chain[0], chain[-1]
         sent = sum(sent_us(hop, self.topology) for hop in chain)
         saved_us = sum(hop_us(hop, self.topology) for hop in chain) - sent
-        if at_end and sent > saved_us:
+        if sent >= (1.0 if at_end else LONG) * saved_us:
             return False
         if ops.hop(start).kind != "all_gather":
-            return sent < LONG * saved_us
+            return True
         at_rest = first.args[0] if first.args[0].op == "placeholder" else None
         copied_bytes = 2 * (_value_bytes(last) + (_value_bytes(at_rest) if at_rest else 0))
         device = self.topology.computes

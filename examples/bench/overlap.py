@@ -1,6 +1,7 @@
 """Overlap: how much of what a plan has to move hides behind compute, against FSDP2, on emulated links.
 
-    python examples/bench/overlap.py                            # worlds 8, 64, 1024; two hours on 2 cores
+    python examples/bench/overlap.py --worlds 8 64              # an hour and a half on 2 cores
+    python examples/bench/overlap.py --worlds 1024 --rows 4     # rings of 128 hosts have latencies: more tokens a step
     python examples/bench/overlap.py --worlds 64 --plans zero3 --ratios 1
 
 One process is one rank (`shardc.emulate`): compute is real, collectives take as long as the links would. For each row
@@ -52,7 +53,7 @@ SIZES = {
     "cpu": (Config(dim=1024, layers=8, heads=16, kv_heads=16, hidden=3072, vocab=4096, context=256), 2),
     "cuda": (Config(dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocab=128256, context=4096), 1),
 }
-DEVICES = {"cpu": Device("a CPU core", 0.05, 10.0, 16.0), "cuda": Device("H200-SXM", 989, 4800, 141, slower_fp32=2.0)}
+DEVICES = {"cpu": Device("a CPU core", 0.13, 30.0, 16.0), "cuda": Device("H200-SXM", 989, 4800, 141, slower_fp32=2.0)}
 WORLDS = {8: (2, 4), 64: (8, 8), 1024: (128, 8)}
 PLANS = ("zero3", "hsdp", "IIG")
 LATENCY_US = {"node": 12.0, "gpu": 4.0}
@@ -68,6 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--rows", type=int, help="of the batch")
     parser.add_argument("--prefetch", type=int, default=1)
     return parser.parse_args()
 
@@ -169,6 +171,7 @@ def serve(pipe: Any, make: Callable[[Row, World], System], row: Row) -> None:
 def main() -> None:
     options = arguments()
     config, rows = SIZES[DEVICE]
+    rows = options.rows or rows
     if options.layers:
         config = replace(config, layers=options.layers)
     one = shardc.Topology(rank=1).with_links(DEVICES[DEVICE], rank=Link(1.0, 0.0))
