@@ -1,7 +1,6 @@
 """Overlap: how much of what a plan has to move hides behind compute, against FSDP2, on emulated links.
 
-    python examples/bench/overlap.py --worlds 8 64              # an hour and a half on 2 cores
-    python examples/bench/overlap.py --worlds 1024 --rows 4     # rings of 128 hosts have latencies: more tokens a step
+    python examples/bench/overlap.py                            # worlds 8, 64, 1024; two hours on 2 cores
     python examples/bench/overlap.py --worlds 64 --plans zero3 --ratios 1
 
 One process is one rank (`shardc.emulate`): compute is real, collectives take as long as the links would. For each row
@@ -50,7 +49,7 @@ from shardc.model import runtime_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {
-    "cpu": (Config(dim=1024, layers=8, heads=16, kv_heads=16, hidden=3072, vocab=4096, context=256), 2),
+    "cpu": (Config(dim=1024, layers=8, heads=16, kv_heads=16, hidden=3072, vocab=4096, context=256), 4),
     "cuda": (Config(dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocab=128256, context=4096), 1),
 }
 DEVICES = {"cpu": Device("a CPU core", 0.13, 30.0, 16.0), "cuda": Device("H200-SXM", 989, 4800, 141, slower_fp32=2.0)}
@@ -67,9 +66,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--worlds", type=int, nargs="+", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0])
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--rows", type=int, help="of the batch")
     parser.add_argument("--prefetch", type=int, default=1)
     return parser.parse_args()
 
@@ -171,7 +169,6 @@ def serve(pipe: Any, make: Callable[[Row, World], System], row: Row) -> None:
 def main() -> None:
     options = arguments()
     config, rows = SIZES[DEVICE]
-    rows = options.rows or rows
     if options.layers:
         config = replace(config, layers=options.layers)
     one = shardc.Topology(rank=1).with_links(DEVICES[DEVICE], rank=Link(1.0, 0.0))
@@ -198,13 +195,13 @@ def compare(row: Row, steps: int) -> None:
     peaks |= {name: host.ask("peak") for name, host in hosts.items() if name not in peaks}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in hosts}
     foretold: list[tuple[float, float]] = []
-    for _ in range(1 + steps):
+    for _ in range(steps):
         for name, host in hosts.items():
             taken[name].append(host.ask("timed"))
         foretold.append(hosts["shardc"].ask("foretold"))
-    bound_s, foretold_s = medians(foretold[1:])
+    bound_s, foretold_s = medians(foretold)
     for name, host in hosts.items():
-        step_s, exposed_s = medians(taken[name][1:])
+        step_s, exposed_s = medians(taken[name])
         simulated = f"{foretold_s * 1e3:.0f} ({foretold_s / step_s - 1:+.1%})" if name == "shardc" else "-"
         print(
             f"| {row.world} | {row.plan} | {row.ratio} | {name} | {step_s * 1e3:.0f} | {exposed_s * 1e3:.0f} "
