@@ -370,11 +370,10 @@ class Lanes:
         """The next hop for a lane that would be idle before stretch `i` ends."""
         near = self._near(i)
         end_us = self._end_us(i, near)
-        able = [f for f in near if self._is_able(f) and self._begin_us(f) < end_us]
         fitting = self._fitting(i, near)
-        able = [f for f in able if f.due <= i or not f.climbs or _goes_on(f) or f in fitting]
-        soon = [f for f in near if f.climbs and self._is_able(f) and (f.due <= i or _goes_on(f) or f in fitting)]
-        able = [f for f in able if f.climbs or not any(self._yields(f, to, i) for to in soon)]
+        soon = [f for f in near if self._is_able(f) and (f.due <= i or not f.climbs or _goes_on(f) or f in fitting)]
+        able = [f for f in soon if self._begin_us(f) < end_us]
+        able = [f for f in able if f.climbs or not any(self._yields(f, to, i) for to in soon if to.climbs)]
         if self.rules.patient:
             able = [f for f in able if f.climbs or not self._held_back(f, i, end_us)]
         able = [f for f in able if self._can_follow(f, able)]

@@ -86,7 +86,7 @@ def _alone(event: Event, events: Sequence[Event]) -> Iterator[str]:
     elif event.hop and len(event.hop.params) == 1:
         like = [e for e in events if e is not event and e.graph == event.graph and _kind(e) == _kind(event)]
         if like:
-            yield "not in a bucket: needed first, made last, of another dtype, or its copies cost more than a latency"
+            yield "not in a bucket: first, last, of another dtype, of many latencies, or its copies cost more than one"
         else:
             yield "alone: no other of its kind and axis in its block"
 

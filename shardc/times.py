@@ -76,7 +76,8 @@ class Merging:
 
     Copies hold up compute, always; latencies do so where a lane has as much to do as compute has. Below that most of
     them are hidden, and count by the fourth power of the load. What is written just before a hop fuses with copy-in, so
-    that gradients cost nothing; but a bucket of them goes when the last is made, so that long ones go on their own.
+    that gradients cost nothing. A bucket is used when all of it is there, and goes when the last of it is made: what
+    takes many latencies gains more by going on its own.
     """
 
     topology: Topology

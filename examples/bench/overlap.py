@@ -1,6 +1,6 @@
 """Overlap: how much of what a plan has to move hides behind compute, against FSDP2, on emulated links.
 
-    python examples/bench/overlap.py                            # worlds 8, 64, 1024; two hours on 2 cores
+    python examples/bench/overlap.py                            # worlds 8, 64, 1024; a row takes five minutes
     python examples/bench/overlap.py --worlds 64 --plans zero3 --ratios 1
 
 One process is one rank (`shardc.emulate`): compute is real, collectives take as long as the links would. For each row
