@@ -180,12 +180,14 @@ def merge(graph: fx.Graph, starts: Sequence[fx.Node], write: Writer, packed: dic
 
 def rows_of(starts: Sequence[fx.Node]) -> int:
     """Into how many rows a value has to be packed: for a gather its own part is one; a reduce-scatter, and those that
-    follow it directly, take rows apart."""
+    follow it directly, take rows apart; an all-to-all moves them."""
     rows = {_scattered(start) for start in starts}
     return rows.pop() if len(rows) == 1 else ops.hop(starts[0]).size
 
 
 def _scattered(start: fx.Node) -> int:
+    if start.target is ops.all_to_all:
+        return ops.hop(start).size
     if start.target is not ops.reduce_scatter:
         return 1
     after = list(next(iter(start.users)).users)

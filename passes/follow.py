@@ -21,6 +21,7 @@ from torch import fx
 
 from passes import ops
 from passes.layout import Layout
+from passes.wire import dequantize, quantize
 
 aten = torch.ops.aten
 
@@ -56,11 +57,13 @@ class Shard:
     axes: tuple[str, ...]
     padding: Padding | None
     piece: tuple[int, int] = ops.WHOLE
+    wire: str = ""
+    """the format that it is in, where it has to be restored"""
 
     @property
     def is_full(self) -> bool:
         """Every row is there and no other."""
-        return not self.axes and self.padding is None and self.piece == ops.WHOLE
+        return not self.axes and self.padding is None and self.piece == ops.WHOLE and not self.wire
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,10 @@ class Gradient:
     crossed: tuple[Step, ...]
     padding: Padding | None
     piece: tuple[int, int] = ops.WHOLE
+    wire: str = ""
+    """the format that it is in, where it has to be restored"""
+    folds: int = 1
+    """so many pieces that are still to be summed"""
 
 
 LOCAL = Gradient("", (), None)
@@ -160,9 +167,15 @@ def _up(node: fx.Node, found: Parts[Shard]) -> tuple[Shard, ...] | None:
         return tuple(_gathered(shard, hop_axes(node)) for shard in _input(node, found))
     if node.target is ops.compact:
         return tuple(replace(shard, padding=None) for shard in _input(node, found))
+    if node.target in (quantize, dequantize):
+        return _in_wire(node, _input(node, found))
     if ops.is_wait(node) or node.target in TRANSPARENT:
         return _input(node, found)
     return _repacked(node, found, ())
+
+
+def _in_wire(node: fx.Node, parts: tuple[_Part, ...]) -> tuple[_Part, ...]:
+    return tuple(replace(part, wire=node.args[1] if node.target is quantize else "") for part in parts)
 
 
 def _gathered(shard: Shard, axes: tuple[str, ...]) -> Shard:
@@ -170,8 +183,10 @@ def _gathered(shard: Shard, axes: tuple[str, ...]) -> Shard:
 
 
 def _down(node: fx.Node, found: Parts[Gradient]) -> tuple[Gradient, ...] | None:
-    if node.target in (ops.reduce_scatter, ops.all_reduce):
+    if node.target in (ops.reduce_scatter, ops.all_to_all, ops.all_reduce):
         return _crossed(node, found.get(node.all_input_nodes[0]))
+    if node.target is quantize:
+        return _in_wire(node, found.get(node.all_input_nodes[0], (LOCAL,)))
     if node.target is ops.expand:
         before = found.get(node.all_input_nodes[0], (LOCAL,))
         return tuple(replace(part, padding=padding(*node.args[1:])) for part in before)
@@ -179,6 +194,10 @@ def _down(node: fx.Node, found: Parts[Gradient]) -> tuple[Gradient, ...] | None:
         return _pieces(found.get(node.all_input_nodes[0], (LOCAL,)), len(node.args[1]))
     if not any(n in found for n in node.all_input_nodes):
         return None
+    if node.target is dequantize:
+        return _in_wire(node, _input(node, found))
+    if node.target is ops.fold:
+        return tuple(replace(part, folds=part.folds // node.args[1]) for part in _input(node, found))
     if ops.is_wait(node) or node.target in LINEAR:
         return next(found[n] for n in node.all_input_nodes if n in found)
     return _repacked(node, found, (LOCAL,))
@@ -188,9 +207,11 @@ def _crossed(start: fx.Node, before: tuple[Gradient, ...] | None) -> tuple[Gradi
     it = ops.hop(start)
     if before is None or len(before) != len(it.params):
         before = (LOCAL,) * len(it.params)
-    steps = tuple((it.kind, it.purpose, axis) for axis in hop_axes(start))
+    kind, folds = ("reduce_scatter", it.size) if it.kind == "all_to_all" else (it.kind, 1)
+    steps = tuple((kind, it.purpose, axis) for axis in hop_axes(start))
     return tuple(
-        replace(part, param=param, crossed=part.crossed + steps) for param, part in zip(it.params, before, strict=True)
+        replace(part, param=param, crossed=part.crossed + steps, folds=part.folds * folds)
+        for param, part in zip(it.params, before, strict=True)
     )
 
 

@@ -32,7 +32,7 @@ the mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from passes import ops
 from passes.build import Writer, behind, fake_mode, outputs, placeholders, set_outputs
 from passes.layout import Layout
+from passes.wire import CASTS, NONE, Wires, dequantize, quantize
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -59,6 +60,8 @@ class Param:
     """of the optim shard and of the synced gradient"""
     grad_scale: float
     """1 / number of ranks for the mean, 1 for the sum"""
+    wires: Wires = NONE
+    """in what it travels, where that is not its dtype"""
 
     @property
     def has_copy(self) -> bool:
@@ -104,34 +107,61 @@ def _gather(graph: fx.Graph, node: fx.Node, param: Param, write: Writer) -> None
         return
     with graph.inserting_before(min(users)):
         x = cast(write, node, full.dtype)
-        x = climb(write, x, layout, layout.params, 0, purpose="gather")
+        x = climb(write, x, param, layout.params, 0, purpose="gather")
     for user in users:
         user.replace_input_with(node, x)
 
 
-def climb(write: Writer, x: fx.Node, layout: Layout, start: int, end: int, purpose: str) -> fx.Node:
-    """All-gather from one rung up to a finer-shared one, outer axis first (the small payload over the slow link)."""
+def climb(write: Writer, x: fx.Node, param: Param, start: int, end: int, purpose: str) -> fx.Node:
+    """All-gather from one rung up to a finer-shared one, outer axis first (the small payload over the slow link). In
+    what format a value travels is changed between axes where they differ in that."""
+    layout, dtype, wire = param.layout, x.meta["val"].dtype, ""
     for rung in reversed(range(end, start)):
         axis, size = layout.axes[rung]
         if size > 1:
-            again = {"again": rung < layout.after_forward} if purpose == "gather" else {}
-            x = write(ops.all_gather, x, axis, size, purpose=purpose, params=[layout.name], **again)
-            x = write(ops.wait, x)
+            if param.wires.up(axis) != wire:
+                x = _unwired(write, x, param, wire, layout.padded_shape(rung + 1), dtype)
+                wire = param.wires.up(axis)
+                x = _wired(write, x, param, wire, 1)
+            said: dict[str, object] = {"again": rung < layout.after_forward} if purpose == "gather" else {}
+            said |= {"wire": wire} if wire else {}
+            x = write(ops.wait, write(ops.all_gather, x, axis, size, purpose=purpose, params=[layout.name], **said))
+    x = _unwired(write, x, param, wire, layout.padded_shape(end), dtype)
     if end == 0 < start and layout.padded_rows != layout.shape[0]:
         x = write(ops.compact, x, layout.shape[0], split(layout))
     return x
 
 
-def descend(write: Writer, x: fx.Node, layout: Layout, start: int, end: int, purpose: str) -> fx.Node:
-    """Reduce-scatter from one rung down to another, inner axis first."""
-    x = contiguous(write, x)
+def descend(write: Writer, x: fx.Node, param: Param, start: int, end: int, purpose: str) -> fx.Node:
+    """Reduce-scatter from one rung down to another, inner axis first. What travels in another format is exchanged, and
+    summed in float32 where it arrives."""
+    layout, x = param.layout, contiguous(write, x)
+    said = {"purpose": purpose, "params": [layout.name]}
     if start == 0 < end and layout.padded_rows != layout.shape[0]:
         x = write(ops.expand, x, layout.shape[0], split(layout))
     for axis, size in layout.axes[start:end]:
-        if size > 1:
-            x = write(ops.reduce_scatter, x, axis, size, purpose=purpose, params=[layout.name])
-            x = write(ops.wait, x)
-    return x
+        wire = param.wires.down(axis)
+        if size > 1 and wire:
+            sent = _wired(write, x, param, wire, size)
+            there = write(ops.wait, write(ops.all_to_all, sent, axis, size, **said, wire=wire))
+            x = write(ops.fold, _unwired(write, there, param, wire, x.meta["val"].shape, torch.float32), size)
+        elif size > 1:
+            x = cast(write, x, param.reduce_dtype)
+            x = write(ops.wait, write(ops.reduce_scatter, x, axis, size, **said))
+    return cast(write, x, param.reduce_dtype)
+
+
+def _wired(write: Writer, x: fx.Node, param: Param, wire: str, pieces: int) -> fx.Node:
+    """A value as it travels; `pieces` of it to different ranks."""
+    if wire in CASTS:
+        return cast(write, x, CASTS[wire])
+    return write(quantize, x, wire, param.wires.block, pieces) if wire else x
+
+
+def _unwired(write: Writer, x: fx.Node, param: Param, wire: str, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+    if wire in CASTS:
+        return cast(write, x, dtype)
+    return write(dequantize, x, wire, param.wires.block, list(shape), dtype) if wire else x
 
 
 def split(layout: Layout) -> list[int]:
@@ -144,7 +174,7 @@ def _reduce(graph: fx.Graph, grad: fx.Node, param: Param, mode: FakeTensorMode) 
         g = cast(write, grad, param.reduce_dtype)
         if param.grad_scale != 1:
             g = write(aten.mul.Tensor, g, param.grad_scale)
-        return descend(write, g, param.layout, 0, param.layout.grads, purpose="reduce")
+        return descend(write, g, param, 0, param.layout.grads, purpose="reduce")
 
 
 def cast(write: Writer, x: fx.Node, dtype: torch.dtype) -> fx.Node:

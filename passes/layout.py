@@ -71,8 +71,10 @@ class Layout:
 
     def rung_shape(self, rung: int) -> tuple[int, ...]:
         """Shape of the value that one rank holds on a rung: compact on rung 0, padded pieces above."""
-        if rung == 0:
-            return self.shape
+        return self.padded_shape(rung) if rung else self.shape
+
+    def padded_shape(self, rung: int) -> tuple[int, ...]:
+        """The same, with the padding of pieces on rung 0 too."""
         return (self.padded_rows // self.size(rung), *self.shape[1:])
 
     def local_rows(self, coordinate: tuple[int, ...]) -> int:

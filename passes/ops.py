@@ -11,6 +11,10 @@ Everything that anybody downstream wants to know of a hop is an argument of its 
 `again=True` marks the part of a gather chain above the after_forward rung: the backward repeats it. `piece=[0, 4]` is
 the first of four that a parameter is cut into (`passes.chunk`).
 
+`wire='int8'` says in which format a value travels (`passes.wire`). A reduce-scatter can be an `all_to_all`, which
+brings each rank the pieces that all have for it, and a `fold`, which sums them: where they are no numbers that a
+network could add, or are better added in float32.
+
 Where rows do not divide, `compact` drops the interior padding of a gathered value and `expand` puts it back before a
 reduce (see passes/layout.py); `split` is the sizes of the axes of the optim rung, inner axis first.
 
@@ -33,12 +37,14 @@ PURPOSES = ("gather", "refresh", "reduce", "sync")
 """The moves of the ladder."""
 
 _library = torch.library.Library("shardc", "DEF")
+_HOP, _MORE = "Tensor x, str axis, int size, *", "int[] piece=[0, 1], str wire=''"
 for _signature in (
-    "all_gather(Tensor x, str axis, int size, *, str purpose='gather', str[] params, bool again=False,"
-    " int[] piece=[0, 1]) -> Tensor",
-    "reduce_scatter(Tensor x, str axis, int size, *, str purpose='reduce', str[] params, int[] piece=[0, 1]) -> Tensor",
-    "all_reduce(Tensor x, str axis, int size, *, str purpose='sync', str[] params, int[] piece=[0, 1]) -> Tensor",
+    f"all_gather({_HOP}, str purpose='gather', str[] params, bool again=False, {_MORE}) -> Tensor",
+    f"reduce_scatter({_HOP}, str purpose='reduce', str[] params, {_MORE}) -> Tensor",
+    f"all_to_all({_HOP}, str purpose='reduce', str[] params, {_MORE}) -> Tensor",
+    f"all_reduce({_HOP}, str purpose='sync', str[] params, {_MORE}) -> Tensor",
     "wait(Tensor x) -> Tensor",
+    "fold(Tensor x, int size) -> Tensor",
     "compact(Tensor x, int rows, int[] split) -> Tensor",
     "expand(Tensor x, int rows, int[] split) -> Tensor",
 ):
@@ -61,9 +67,29 @@ def _(x: torch.Tensor, axis: str, size: int, **of_hop: Any) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.register_fake("shardc::all_to_all", lib=_library)
+def _(x: torch.Tensor, axis: str, size: int, **of_hop: Any) -> torch.Tensor:
+    torch._check(x.shape[0] % size == 0, lambda: f"all_to_all: {x.shape[0]} rows do not divide by {size}")
+    return torch.empty_like(x)
+
+
 @torch.library.register_fake("shardc::wait", lib=_library)
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.register_fake("shardc::fold", lib=_library)
+def _(x: torch.Tensor, size: int) -> torch.Tensor:
+    torch._check(x.shape[0] % size == 0, lambda: f"fold: {x.shape[0]} rows do not divide by {size}")
+    return x.new_empty((x.shape[0] // size, *x.shape[1:]))
+
+
+def folded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """The sum of `size` pieces that are rows of a value, in float32 at least."""
+    return x.view(size, x.shape[0] // size, *x.shape[1:]).sum(0)
+
+
+_library.impl("fold", folded, "CompositeExplicitAutograd")
 
 
 @cache
@@ -103,12 +129,14 @@ def _(x: torch.Tensor, rows: int, split: list[int]) -> torch.Tensor:
 
 all_gather = torch.ops.shardc.all_gather.default
 reduce_scatter = torch.ops.shardc.reduce_scatter.default
+all_to_all = torch.ops.shardc.all_to_all.default
 all_reduce = torch.ops.shardc.all_reduce.default
 wait = torch.ops.shardc.wait.default
 compact = torch.ops.shardc.compact.default
 expand = torch.ops.shardc.expand.default
+fold = torch.ops.shardc.fold.default
 
-STARTS = (all_gather, reduce_scatter, all_reduce)
+STARTS = (all_gather, reduce_scatter, all_to_all, all_reduce)
 WHOLE = (0, 1)
 """The first of one piece."""
 
@@ -118,7 +146,7 @@ class Hop:
     """A start node, read: what must be equal on all ranks for their starts to meet."""
 
     kind: str
-    """all_gather, reduce_scatter or all_reduce"""
+    """all_gather, reduce_scatter, all_to_all or all_reduce"""
     axis: str
     size: int
     purpose: str
@@ -126,10 +154,13 @@ class Hop:
     again: bool
     piece: tuple[int, int] = WHOLE
     """Which, of how many."""
+    wire: str = ""
+    """the format in which it travels; '' for its own dtype"""
 
     def __str__(self) -> str:
         piece = f", {spelled(self.piece)}" * (self.piece != WHOLE)
-        return f"{self.purpose} {self.kind} over {self.axis} of {', '.join(self.params)}{piece}"
+        wire = f" in {self.wire}" if self.wire else ""
+        return f"{self.purpose} {self.kind}{wire} over {self.axis} of {', '.join(self.params)}{piece}"
 
 
 def spelled(piece: tuple[int, int]) -> str:
@@ -172,7 +203,7 @@ def hop(node: fx.Node) -> Hop:
     _, axis, size = start.args
     kwargs = _defaults(start.target) | start.kwargs
     params, piece = tuple(kwargs["params"]), tuple(kwargs["piece"])
-    return Hop(start.target._opname, axis, size, kwargs["purpose"], params, kwargs["again"], piece)
+    return Hop(start.target._opname, axis, size, kwargs["purpose"], params, kwargs["again"], piece, kwargs["wire"])
 
 
 @cache
@@ -188,7 +219,7 @@ def hops(graph: fx.Graph, purpose: str | None = None) -> list[fx.Node]:
 
 def moved_bytes(node: fx.Node) -> int:
     """Bytes that one rank sends (as many as it receives) in a hop, on a ring or any other optimal algorithm:
-    (n-1)/n of the full value for an all-gather and a reduce-scatter, twice that for an all-reduce."""
+    (n-1)/n of the full value for an all-gather, a reduce-scatter and an all-to-all, twice that for an all-reduce."""
     it = hop(node)
     value = node.meta["val"] if it.kind == "all_gather" else node.args[0].meta["val"]
     share = prod(value.shape) * value.element_size() * (it.size - 1)

@@ -51,7 +51,7 @@ def _refresh(graph: fx.Graph, node: fx.Node, param: Param, mode: FakeTensorMode)
     write = Writer(graph, mode, module_of(layout.name))
     with graph.inserting_before(min(users)):
         x = cast(write, node, param.rest_dtype)
-        x = climb(write, x, layout, layout.optim, layout.params, purpose="refresh")
+        x = climb(write, x, param, layout.optim, layout.params, purpose="refresh")
     for user in users:
         user.replace_input_with(node, x)
     return x

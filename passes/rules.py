@@ -5,7 +5,7 @@ A rule reads hop annotations, and where values are on the ladder (`passes.follow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -37,6 +37,7 @@ from passes.follow import (
 from passes.layout import Layout
 from passes.memory import living, peak_bytes
 from passes.text import value_of
+from passes.wire import CASTS, FORMATS
 
 
 class Broken(NamedTuple):
@@ -185,9 +186,9 @@ def _moves(it: Subject) -> list[tuple[str, str]]:
     if it.copies:
         moves += [("all_gather", "refresh")]
     if it.role != "forward":
-        moves += [("reduce_scatter", "reduce")]
+        moves += [("reduce_scatter", "reduce"), ("all_to_all", "reduce")]
     if it.synced:
-        moves += [("reduce_scatter", "sync"), ("all_reduce", "sync")]
+        moves += [("reduce_scatter", "sync"), ("all_to_all", "sync"), ("all_reduce", "sync")]
     return moves
 
 
@@ -256,7 +257,10 @@ def compacted(it: Subject) -> Iterator[Broken]:
     for node in it.graph.nodes:
         if node.target is ops.compact:
             for shard in it.shards.get(node.all_input_nodes[0], ()):
-                if shard.axes:
+                if shard.wire:
+                    says = f"{shard.param} is compacted while in {shard.wire}"
+                    yield Broken(node, says, "dequantize it first")
+                elif shard.axes:
                     says = f"{shard.param} is compacted while sharded over {'+'.join(shard.axes)}"
                     yield Broken(node, says, "padding is part of every shard: compact the full value")
                 elif shard.padding != padding(*node.args[1:]):
@@ -284,6 +288,8 @@ def _inputs(node: fx.Node, it: Subject) -> list[fx.Node]:
 def _state(shard: Shard) -> str:
     if shard.piece != ops.WHOLE:
         return f"only {ops.spelled(shard.piece)}"
+    if shard.wire and not shard.axes:
+        return f"still in {shard.wire}"
     return f"still sharded over {'+'.join(shard.axes)}" if shard.axes else "still padded"
 
 
@@ -291,8 +297,9 @@ def _missing(shard: Shard) -> str:
     if shard.piece != ops.WHOLE:
         return "first put all pieces together with `cat`, in order"
     gathers = [f"gather over {axis}" for axis in reversed(shard.axes)]
+    restored = ["dequantize"] if shard.wire else []
     compact = [f"compact({shard.padding[0]}, {list(shard.padding[1])})"] if shard.padding else []
-    return f"first {', then '.join(gathers + compact)}"
+    return f"first {', then '.join(gathers + restored + compact)}"
 
 
 def copied(it: Subject) -> Iterator[Broken]:
@@ -338,7 +345,7 @@ def expanded(it: Subject) -> Iterator[Broken]:
     for start in it.starts:
         for part in it.gradients.get(start, ()):
             layout = it.by_name[part.param]
-            wanted = padding_of(layout, layout.optim) if start.target is ops.reduce_scatter else part.padding
+            wanted = part.padding if start.target is ops.all_reduce else padding_of(layout, layout.optim)
             if part.padding != wanted:
                 rows = layout.padded_rows if wanted else layout.shape[0]
                 says = f"the gradient of {part.param} goes into its first hop without the padding of its shards"
@@ -375,10 +382,17 @@ def reduced(it: Subject) -> Iterator[Broken]:
         if part.piece != ops.WHOLE:
             says = f"of the gradient of {name} only {ops.spelled(part.piece)} is returned"
             yield Broken(grad, says, "put all pieces together with `cat`, in order")
+        elif part.wire or part.folds > 1:
+            says = f"the gradient of {name} is returned {_unfinished(part)}"
+            yield Broken(grad, says, "dequantize what an all-to-all brings, and fold it")
         elif (part.crossed, part.padding) != (wanted.crossed, wanted.padding) or part.param not in ("", name):
             whose = f" as that of {part.param}" if part.param not in ("", name) else ""
             says = f"the gradient of {name} is returned having crossed {_steps(part.crossed)}{whose}"
             yield Broken(grad, says, _plan(wanted.crossed))
+
+
+def _unfinished(part: Gradient) -> str:
+    return f"in {part.wire}" if part.wire else f"as {part.folds} pieces that are not summed"
 
 
 def none_lost(it: Subject) -> Iterator[Broken]:
@@ -386,6 +400,30 @@ def none_lost(it: Subject) -> Iterator[Broken]:
         for part in it.gradients.get(start, ()):
             if part.param not in it.returned:
                 yield Broken(start, f"the gradient of {part.param} is reduced but not returned", "return it")
+
+
+# Law 7: what a hop travels in is what it says.
+
+
+def in_its_wire(it: Subject) -> Iterator[Broken]:
+    for start in it.starts:
+        hop, value = ops.hop(start), start.all_input_nodes[0]
+        parts: Sequence[Shard | Gradient] = it.shards.get(value) or it.gradients.get(value, (LOCAL,))
+        scaled = {part.wire for part in parts}
+        cast = CASTS.get(hop.wire)
+        if hop.wire and hop.wire not in FORMATS:
+            yield Broken(start, f"the {hop} names no format", f"one of {', '.join(FORMATS)}")
+        elif scaled != {"" if cast else hop.wire} or (cast and value.meta["val"].dtype != cast):
+            there = ", ".join(sorted(scaled - {""})) or str(value.meta["val"].dtype).removeprefix("torch.")
+            yield Broken(start, f"the {hop} carries {there}", "quantize, or cast, what goes in, or say so: `wire`")
+
+
+def folded(it: Subject) -> Iterator[Broken]:
+    for node in it.graph.nodes:
+        folds = max((part.folds for part in it.gradients.get(node, ())), default=1)
+        if folds < 1 or (ops.is_start(node) and folds > (ops.hop(node).size if node.target is ops.all_to_all else 1)):
+            says = f"`{node.name}` comes before the pieces of an all-to-all are summed, or after"
+            yield Broken(node, says, "fold what an all-to-all brings once, by the size of its axis")
 
 
 # Law 4: what lies between forward and backward.

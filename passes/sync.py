@@ -51,7 +51,7 @@ def _sync(graph: fx.Graph, grad: fx.Node, param: Param, mode: FakeTensorMode) ->
     write = Writer(graph, mode, grad.meta.get("module", ""))
     with graph.inserting_before(behind(grad)):
         g = cast(write, grad, param.reduce_dtype)
-        g = descend(write, g, layout, layout.grads, layout.optim, purpose="sync")
+        g = descend(write, g, param, layout.grads, layout.optim, purpose="sync")
         for axis, size in layout.axes[layout.optim :]:
             if size > 1:
                 g = write(ops.wait, write(ops.all_reduce, g, axis, size, purpose="sync", params=[layout.name]))

@@ -120,6 +120,8 @@ RULES = (
     Rule(4, "again", _ALL, "`again` marks the hops above the after_forward rung.", rules.again_above_rung),
     Rule(4, "repeats", ("backward",), "A backward gathers only above after_forward.", rules.repeats_marked_hops),
     Rule(4, "saved", ("forward",), "Nothing computed from full parameters alone is saved.", rules.saves_no_full),
+    Rule(7, "wire", _ALL, "What a hop carries is in the format that it says.", rules.in_its_wire),
+    Rule(3, "folded", _DESCENDS, "What an all-to-all brings is summed, once, before it goes on.", rules.folded),
     Rule(6, "memory", _ALL, "The peak stays under the limit.", rules.under_limit),
 )
 """Every rule; the first broken one is raised."""

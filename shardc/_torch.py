@@ -52,6 +52,15 @@ def export_joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModul
         ).graph_module
 
 
+def written_out(function: Callable[[torch.Tensor], torch.Tensor], value: torch.Tensor) -> fx.Graph:
+    """A function of a fake tensor in the ops that Inductor takes."""
+    import torch._inductor.lowering  # noqa: F401  some decompositions take it for granted
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function, decomposition_table=select_decomp_table())(value).graph
+
+
 @contextlib.contextmanager
 def _without_onednn() -> Iterator[None]:
     before = torch._C._get_mkldnn_enabled()

@@ -25,12 +25,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import prod
 from typing import Any, NamedTuple
 
 import sympy
+import torch
 
 from passes.layout import Layout
+from passes.wire import CASTS, LARGEST, Wires, message_bytes
 from shardc.model import compute_dtype
 from shardc.plan import Parameter, Plan
 
@@ -54,7 +57,7 @@ def step_bytes(
     `parameters` gives (full shape, master dtype, trainable) by name. `used` are those that the forward uses (default:
     all), `regathered` those of them that the backward needs in full (default: all); a bias is not one of those, nor is
     the weight of a first layer, whose input needs no gradient. Gathers and refreshes travel in `param_dtype`, gradients
-    in `reduce_dtype`.
+    in `reduce_dtype`, or in the plan's wires, scales included.
     """
     total: Counter[tuple[str, str]] = Counter()
     for index in range(micro_batches):
@@ -100,11 +103,43 @@ def _sent(plan: Plan, layout: Layout, parameter: Parameter) -> Iterator[tuple[st
     _, dtype, trainable = parameter
     weight = compute_dtype(plan, dtype)
     gradient = plan.reduce_dtype or weight
+    wires = plan.wires(layout.name, dtype, trainable)
     row = (layout.params, layout.after_forward, layout.grads, layout.optim)
     for hop in step_hops(row, layout.axes, trainable):
-        itemsize = gradient.itemsize if hop.move in ("reduce", "sync") else weight.itemsize
-        value_bytes = layout.padded_rows * prod(layout.shape[1:]) * itemsize // hop.pieces
+        if hop.move in ("reduce", "sync"):
+            value_bytes = _descending_bytes(layout, hop, wires, gradient)
+        else:
+            value_bytes = _climbing_bytes(layout, hop, wires, weight)
         yield hop.move, hop.axis, hop.rounds * value_bytes * (hop.size - 1) // hop.size
+
+
+def _elements(layout: Layout, rung: int) -> int:
+    return prod(layout.padded_shape(rung))
+
+
+def _descending_bytes(layout: Layout, hop: StepHop, wires: Wires, dtype: torch.dtype) -> int:
+    """Of what goes into a hop: in a scaled format a message to each rank."""
+    wire, rung = wires.down(hop.axis), _rung(layout, hop.axis)
+    if wire in LARGEST:
+        return hop.size * message_bytes(_elements(layout, rung + 1), wire, wires.block)
+    itemsize = CASTS[wire].itemsize if wire else dtype.itemsize
+    return _elements(layout, 0) * itemsize // hop.pieces
+
+
+def _climbing_bytes(layout: Layout, hop: StepHop, wires: Wires, dtype: torch.dtype) -> int:
+    """Of what a hop brings. A scaled format stays from the first of neighbouring axes that have it to the last, so that
+    its messages are of the shards of the first."""
+    wire, rung = wires.up(hop.axis), _rung(layout, hop.axis)
+    if wire not in LARGEST:
+        return _elements(layout, rung) * (CASTS[wire].itemsize if wire else dtype.itemsize)
+    end = layout.optim if hop.move == "refresh" else layout.params
+    outer = [(axis, size) for axis, size in layout.axes[rung:end] if size > 1]
+    run = prod(size for _, size in takewhile(lambda it: wires.up(it[0]) == wire, outer))
+    return run * message_bytes(_elements(layout, rung) // run, wire, wires.block)
+
+
+def _rung(layout: Layout, axis: str) -> int:
+    return [name for name, _ in layout.axes].index(axis)
 
 
 class StepHop(NamedTuple):

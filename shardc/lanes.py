@@ -118,6 +118,8 @@ def _room(hop: ops.Hop, x: torch.Tensor) -> torch.Tensor:
     """For what a hop brings."""
     if hop.kind == "all_reduce":
         return torch.empty_like(x, memory_format=torch.contiguous_format)
+    if hop.kind == "all_to_all":
+        return torch.empty_like(x)
     rows = x.shape[0] * hop.size if hop.kind == "all_gather" else x.shape[0] // hop.size
     return x.new_empty((rows, *x.shape[1:]))
 
@@ -130,10 +132,19 @@ def _reduce_scatter(group: Any, out: torch.Tensor, x: torch.Tensor) -> Any:
     return group._reduce_scatter_base(out, x, dist.ReduceScatterOptions())
 
 
+def _all_to_all(group: Any, out: torch.Tensor, x: torch.Tensor) -> Any:
+    return group.alltoall_base(out, x, [], [], dist.AllToAllOptions())
+
+
 def _all_reduce(group: Any, out: torch.Tensor, x: torch.Tensor) -> Any:
     if out is not x:
         out.copy_(x)
     return group.allreduce([out], dist.AllreduceOptions())
 
 
-_ISSUE = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_reduce": _all_reduce}
+_ISSUE = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "all_reduce": _all_reduce,
+}

@@ -24,6 +24,7 @@ from passes.build import Writer, copy, fake_mode, outputs, set_outputs
 from passes.errors import Error
 from passes.regions import Region, regions
 from passes.relay import unrelayed
+from passes.wire import dequantize, quantize, quantized, restored
 from shardc import _torch
 from shardc.failures import in_generated_code, naming_failures
 from shardc.lanes import Lane, wait
@@ -60,7 +61,7 @@ class Lowering:
         fresh = [r for r in self.known.values() if r.key not in self.compiled]
         for i, region in enumerate(fresh):
             self.progress(f"compiling {name}: region {i + 1} of {len(fresh)} new ({len(self.known)} distinct)")
-            self.compiled[region.key] = _torch.compile_graph(with_aten_rows(region.graph))
+            self.compiled[region.key] = _torch.compile_graph(in_aten(region.graph))
         return outer
 
     def _whole(self, graph: fx.Graph, name: str) -> Callable[[list[Any]], Any]:
@@ -70,7 +71,7 @@ class Lowering:
         graph = with_functional_collectives(graph, self.groups)
         leaves, spec = torch.utils._pytree.tree_flatten(outputs(graph))
         set_outputs(graph, tuple(leaves))
-        run = _torch.compile_graph(with_aten_rows(fx.GraphModule(graph.owning_module, graph)))
+        run = _torch.compile_graph(in_aten(fx.GraphModule(graph.owning_module, graph)))
         return naming_failures(lambda args: torch.utils._pytree.tree_unflatten(list(run(args)), spec), hop_of)
 
 
@@ -105,16 +106,40 @@ def _functional(node: fx.Node, groups: Mapping[str, str]) -> tuple[Any, tuple[An
         return c10d.all_gather_into_tensor.default, (x, hop.size, group)
     if hop.kind == "reduce_scatter":
         return c10d.reduce_scatter_tensor.default, (x, "sum", hop.size, group)
+    if hop.kind == "all_to_all":
+        rows = [x.meta["val"].shape[0] // hop.size] * hop.size
+        return c10d.all_to_all_single.default, (x, rows, rows, group)
     return c10d.all_reduce.default, (x, "sum", group)
 
 
-def with_aten_rows(module: fx.GraphModule) -> fx.GraphModule:
-    """`compact` and `expand` in ATen ops, so that Inductor fuses them with their neighbours."""
+def in_aten(module: fx.GraphModule) -> fx.GraphModule:
+    """What stands between hops and compute in ATen ops, so that Inductor fuses it with its neighbours."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in (ops.compact, ops.expand):
             _rows_in_aten(module, node)
+        elif node.op == "call_function" and node.target in _WRITTEN_OUT:
+            _written_out(module.graph, node)
     module.recompile()
     return module
+
+
+_WRITTEN_OUT: dict[Any, Callable[..., torch.Tensor]] = {ops.fold: ops.folded, quantize: quantized, dequantize: restored}
+
+
+def _written_out(graph: fx.Graph, node: fx.Node) -> None:
+    """In the place of an op what it does, op by op."""
+    write = Writer(graph, fake_mode(graph), node.meta.get("module", ""))
+    x, *rest = node.args
+    with write.mode:
+        body = _torch.written_out(lambda x: _WRITTEN_OUT[node.target](x, *rest), x.meta["val"])
+    new = {body.find_nodes(op="placeholder")[0]: x}
+    with graph.inserting_before(node):
+        for inner in body.nodes:
+            if inner.op == "call_function":
+                args, kwargs = fx.node.map_arg((inner.args, dict(inner.kwargs)), new.__getitem__)
+                new[inner] = write(inner.target, *args, **kwargs)
+    node.replace_all_uses_with(new[body.output_node().args[0]])
+    graph.erase_node(node)
 
 
 def _rows_in_aten(module: fx.GraphModule, node: fx.Node) -> None:

@@ -76,7 +76,8 @@ def params_of(plan: Plan, parameters: dict[str, nn.Parameter]) -> dict[str, Para
 def _param(plan: Plan, layout: Layout, master: torch.dtype, scale: float) -> Param:
     compute = compute_dtype(plan, master)
     rest = compute if layout.params < layout.optim else master
-    return Param(layout, rest, plan.reduce_dtype or compute, master, scale)
+    wires = plan.wires(layout.name, master, layout.trainable)
+    return Param(layout, rest, plan.reduce_dtype or compute, master, scale, wires)
 
 
 def compute_dtype(plan: Plan, master: torch.dtype) -> torch.dtype:

@@ -24,6 +24,7 @@ import torch
 
 from passes.errors import Error
 from passes.layout import Layout
+from passes.wire import FORMATS, NONE, Wires, narrower
 from shardc.topology import RungSpec, Topology
 
 if TYPE_CHECKING:
@@ -33,11 +34,17 @@ STATES = ("params", "after_forward", "grads", "optim")
 """What a plan places, in the order in which tables and JSON list it."""
 
 DTYPES = ("param_dtype", "reduce_dtype")
+WIRES = ("gather_wire", "reduce_wire", "wire_block", "wire_except")
 PARO = ("NNN", "NNI", "NII", "INI", "III", "NNG", "NIG", "NGG", "ING", "IIG", "IGG", "GNG", "GIG", "GGG")
 """PaRO's strategies (arXiv 2310.06003): letters for params, grads, optim."""
 
 MIB = 2**20
 
+WIRE_EXCEPT = ("*norm*", "*bias", "*embed*", "*ln_*", "*wte*", "*wpe*")
+"""Norms, biases and embeddings: small, or sensitive."""
+
+Wire = Mapping[str, str] | Iterable[tuple[str, str]]
+"""A format of `passes.wire` by axis."""
 Overrides = Mapping[str, Mapping[str, RungSpec]]
 Changes = tuple[tuple[str, int], ...]
 """One override, normalised and hashable: (state, rung) pairs in the order of `STATES`."""
@@ -62,6 +69,10 @@ class Options(TypedDict, total=False):
     reduce_dtype: torch.dtype | None
     reduce: Literal["mean", "sum"]
     memory_limit: int | str | None
+    gather_wire: Wire | None
+    reduce_wire: Wire | None
+    wire_block: int
+    wire_except: Iterable[str]
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -74,8 +85,14 @@ class Plan:
     `reduce_dtype` what gradients travel in (None: `param_dtype`, and without that the parameter's own dtype).
     `reduce` is what gradients are over all ranks. `memory_limit` is what one rank may hold at the peak of a step, in
     bytes or as "80GB" or "74.5GiB": less is gathered ahead where that is needed to stay below, and compiling raises
-    `Error` where it is not enough (with two values of optimizer state for each element, as Adam has). Raises `Error`
-    for an illegal row, naming the rule.
+    `Error` where it is not enough (with two values of optimizer state for each element, as Adam has).
+
+    `gather_wire` and `reduce_wire` say in which format (`passes.wire`: "bf16", "fp8", "int8", "int4") a value travels
+    over an axis, up (gathers and refreshes) and down (reduces and syncs): `gather_wire={"node": "int8"}`. `wire_block`
+    elements share a scale. Parameters that match a pattern of `wire_except` travel as they are. Formats other than the
+    dtype lose precision: `shardc.quantization_error` says how much.
+
+    Raises `Error` for an illegal row, naming the rule, and for a wire that cannot apply.
     """
 
     topology: Topology
@@ -88,6 +105,10 @@ class Plan:
     reduce_dtype: torch.dtype | None
     reduce: Literal["mean", "sum"]
     memory_limit: int | None
+    gather_wire: tuple[tuple[str, str], ...]
+    reduce_wire: tuple[tuple[str, str], ...]
+    wire_block: int
+    wire_except: tuple[str, ...]
 
     def __init__(
         self,
@@ -102,6 +123,10 @@ class Plan:
         reduce_dtype: torch.dtype | None = None,
         reduce: Literal["mean", "sum"] = "mean",
         memory_limit: int | str | None = None,
+        gather_wire: Wire | None = None,
+        reduce_wire: Wire | None = None,
+        wire_block: int = 256,
+        wire_except: Iterable[str] = WIRE_EXCEPT,
     ):
         after_forward = params if after_forward is None else after_forward
         specs = zip(STATES, (params, after_forward, grads, optim), strict=True)
@@ -111,8 +136,16 @@ class Plan:
         changes = _normalised(topology, overrides)
         dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
         limit = _memory_limit(memory_limit)
+        down = _wire(topology, "reduce_wire", reduce_wire)
+        _check_summed(topology, row, down)
+        wires = {
+            "gather_wire": _wire(topology, "gather_wire", gather_wire),
+            "reduce_wire": down,
+            "wire_block": _wire_block(wire_block),
+            "wire_except": _patterns(wire_except),
+        }
         fields = dict(
-            topology=topology, **row._asdict(), overrides=changes, **dtypes, reduce=reduce, memory_limit=limit
+            topology=topology, **row._asdict(), overrides=changes, **dtypes, reduce=reduce, memory_limit=limit, **wires
         )
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -134,6 +167,17 @@ class Plan:
             if fnmatchcase(name, pattern):
                 row = _merged(self.topology, row, changes, pattern, name)
         return row if trainable else row._replace(grads=row.params, optim=row.params)
+
+    def wires(self, name: str, dtype: torch.dtype, trainable: bool = True) -> Wires:
+        """The formats in which a parameter of a master dtype travels. What is as narrow as its format already, or is no
+        floating number, travels as it is; so do gradients that an override has all-reduced over an axis."""
+        if not dtype.is_floating_point or any(fnmatchcase(name, pattern) for pattern in self.wire_except):
+            return NONE
+        compute = self.param_dtype or dtype
+        scattered = {axis for axis, _ in self.topology.inner[: self.row(name, trainable).optim]}
+        gather = tuple(it for it in self.gather_wire if narrower(it[1], compute))
+        reduce = tuple(it for it in self.reduce_wire if narrower(it[1], self.reduce_dtype or compute))
+        return Wires(gather, tuple(it for it in reduce if it[0] in scattered), self.wire_block)
 
     def layouts(self, parameters: Mapping[str, tuple[tuple[int, ...], bool]]) -> dict[str, Layout]:
         """The layout of each parameter, given as (full shape, trainable) by name.
@@ -204,6 +248,10 @@ class Plan:
             **{key: _dtype_name(getattr(self, key)) for key in DTYPES},
             "reduce": self.reduce,
             "memory_limit": self.memory_limit,
+            "gather_wire": dict(self.gather_wire),
+            "reduce_wire": dict(self.reduce_wire),
+            "wire_block": self.wire_block,
+            "wire_except": list(self.wire_except),
         }
         return json.dumps(saved, indent=2)
 
@@ -238,6 +286,9 @@ class Plan:
         given += [f"{key}={getattr(self, key)}" for key in DTYPES if getattr(self, key)]
         given += [f"reduce={self.reduce!r}"] * (self.reduce != "mean")
         given += [f"memory_limit={self.memory_limit}"] * (self.memory_limit is not None)
+        given += [f"{key}={dict(getattr(self, key))!r}" for key in WIRES[:2] if getattr(self, key)]
+        given += [f"wire_block={self.wire_block}"] * (self.wire_block != 256)
+        given += [f"wire_except={self.wire_except!r}"] * (self.wire_except != WIRE_EXCEPT)
         return f"Plan({self.topology!r}, {', '.join(given)})"
 
     def __str__(self) -> str:
@@ -247,6 +298,8 @@ class Plan:
         text += "".join(f", {key} {name}" for key, name in names.items() if name)
         text += ", gradients summed" * (self.reduce == "sum")
         text += f", at most {_mib(self.memory_limit)} MiB a rank" if self.memory_limit is not None else ""
+        for what, wire in (("gathers", self.gather_wire), ("reduces", self.reduce_wire)):
+            text += "".join(f", {what} over {axis} in {form}" for axis, form in wire)
         return text + (f", {_counted(len(self.overrides), 'override')}" if self.overrides else "")
 
     @classmethod
@@ -401,6 +454,44 @@ def _check_options(param_dtype: object, reduce_dtype: object, reduce: object) ->
         raise Error(f"reduce is {reduce!r}", fix="'mean' or 'sum' of the gradients over all ranks")
 
 
+def _wire(topology: Topology, key: str, wire: object) -> tuple[tuple[str, str], ...]:
+    try:
+        given = dict(wire or {})  # type: ignore[call-overload]
+    except (TypeError, ValueError) as error:
+        raise Error(f"{key} is {wire!r}", fix=f"a format by axis, such as {{'node': 'int8'}}: {FORMATS}") from error
+    for axis, form in given.items():
+        if axis not in topology.axes:
+            raise Error(f"{key} names axis {axis!r}", fix=_did_you_mean(axis, topology.axes))
+        if form not in FORMATS:
+            raise Error(f"{key} over {axis!r} is {form!r}", fix=_did_you_mean(form, FORMATS))
+    return tuple((axis, given[axis]) for axis in topology.axes if axis in given)
+
+
+def _wire_block(block: object) -> int:
+    if type(block) is not int or block < 8 or block % 8:
+        raise Error(f"wire_block is {block!r}", fix="a multiple of 8, such as 256")
+    return block
+
+
+def _patterns(patterns: object) -> tuple[str, ...]:
+    if isinstance(patterns, str) or not all(isinstance(it, str) for it in patterns):  # type: ignore[attr-defined]
+        raise Error(f"wire_except is {patterns!r}", fix=f"patterns on names, such as {WIRE_EXCEPT}")
+    return tuple(patterns)  # type: ignore[arg-type]
+
+
+def _check_summed(topology: Topology, row: Row, wire: tuple[tuple[str, str], ...]) -> None:
+    """A gradient is all-reduced over the axes that optim lacks, which adds numbers on the way."""
+    whole = [axis for axis, _ in topology.inner[row.optim :]]
+    for axis, form in wire:
+        if axis in whole:
+            rung = topology.rung_name(topology.inner.index((axis, topology.group_size(axis))) + 1)
+            raise Error(
+                f"reduce_wire over {axis!r} is {form!r}, but gradients are all-reduced over it: optim is "
+                f"{topology.rung_name(row.optim)!r}",
+                fix=f"optim={rung!r}, so that they are scattered, or reduce_dtype=torch.bfloat16",
+            )
+
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -499,7 +590,7 @@ def _parsed(text: str) -> dict[str, Any]:
         raise Error(f"not JSON: {error}", fix=_SAVE) from error
     if not isinstance(saved, dict):
         raise Error(f"a JSON {type(saved).__name__} where an object is expected", fix=_SAVE)
-    known = ("topology", *STATES, "overrides", *DTYPES, "reduce", "memory_limit")
+    known = ("topology", *STATES, "overrides", *DTYPES, "reduce", "memory_limit", *WIRES)
     for key in saved:
         if key not in known:
             raise Error(f"unknown key {key!r}", fix=_did_you_mean(key, known))

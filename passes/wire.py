@@ -1,0 +1,139 @@
+"""Wire: how a value travels on a hop in fewer bits than it has.
+
+    bf16     half the bits of an f32: a cast, and back
+    fp8      float8 e4m3
+    int8     -127 to 127
+    int4     -7 to 7, two in a byte
+
+The last three are scaled by block (ZeRO++, arXiv 2306.10209: symmetric, one scale a block): so many elements are
+divided by what makes the largest of them the largest number of the format. `quantize` makes a message of each piece of
+a value, numbers first, then a float32 scale for each block; `dequantize` undoes it. Blocks are of one piece, so that
+none straddles a shard, and scales travel in the same message:
+
+    m: u8[2, 136] = quantize(x, 'int8', 64, 2)                                x: f32[32, 8], 128 elements a piece
+    a: u8[2, 136] = all_to_all(m, 'node', 2, purpose='reduce', params=['w'], wire='int8')
+    b: u8[2, 136] = wait(a)
+    y: f32[32, 8] = shardc.dequantize(b, 'int8', 64, [32, 8], f32)
+    z: f32[16, 8] = fold(y, 2)                                                the sum of the two pieces
+
+What is not finite stays so, for its block: a scale that is inf or nan is what a loss scaler looks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+
+CASTS = {"bf16": torch.bfloat16}
+LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+"""What a block is scaled to, of formats that need scales."""
+FORMATS = (*CASTS, *LARGEST)
+BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The formats in which one parameter travels, by axis, up and down the ladder."""
+
+    gather: tuple[tuple[str, str], ...] = ()
+    """of gathers and refreshes"""
+    reduce: tuple[tuple[str, str], ...] = ()
+    """of reduces and syncs"""
+    block: int = 256
+    """elements that share a scale"""
+
+    def up(self, axis: str) -> str:
+        """'' for a value that travels as it is."""
+        return dict(self.gather).get(axis, "")
+
+    def down(self, axis: str) -> str:
+        return dict(self.reduce).get(axis, "")
+
+
+NONE = Wires()
+
+
+def narrower(wire: str, dtype: torch.dtype) -> bool:
+    """Whether a format takes fewer bits than a dtype."""
+    return BITS[wire] < 8 * dtype.itemsize
+
+
+def message_bytes(elements: int, wire: str, block: int) -> int:
+    """Of so many elements of one piece; the last block is filled up."""
+    blocks = -(-elements // block)
+    return blocks * (block * BITS[wire] // 8 + SCALE_BYTES)
+
+
+# Ops
+
+
+_library = torch.library.Library("shardc", "FRAGMENT")
+_library.define("quantize(Tensor x, str wire, int block, int pieces) -> Tensor")
+_library.define("dequantize(Tensor x, str wire, int block, int[] shape, ScalarType dtype) -> Tensor")
+
+
+@torch.library.register_fake("shardc::quantize", lib=_library)
+def _(x: torch.Tensor, wire: str, block: int, pieces: int) -> torch.Tensor:
+    torch._check(x.numel() % pieces == 0, lambda: f"{x.numel()} elements are not {pieces} pieces")
+    return x.new_empty((pieces, message_bytes(x.numel() // pieces, wire, block)), dtype=torch.uint8)
+
+
+@torch.library.register_fake("shardc::dequantize", lib=_library)
+def _(x: torch.Tensor, wire: str, block: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    expected = (x.shape[0], message_bytes(prod(shape) // x.shape[0], wire, block))
+    torch._check(x.shape == expected, lambda: f"{list(x.shape)} bytes are no {wire} of {list(shape)}")
+    return x.new_empty(shape, dtype=dtype)
+
+
+quantize = torch.ops.shardc.quantize.default
+dequantize = torch.ops.shardc.dequantize.default
+
+
+def quantized(x: torch.Tensor, wire: str, block: int, pieces: int) -> torch.Tensor:
+    """The messages of a value, u8[pieces, bytes]: the numbers of all blocks, then their scales."""
+    elements = x.numel() // pieces
+    blocks = -(-elements // block)
+    filled = F.pad(x.reshape(pieces, elements).float(), (0, blocks * block - elements)).view(pieces, blocks, block)
+    scale = filled.abs().amax(2) / LARGEST[wire]
+    numbers = filled / torch.where(scale == 0, 1.0, scale).unsqueeze(2)
+    payload = _to_bytes(numbers.view(pieces, blocks * block), wire)
+    return torch.cat([payload, scale.view(torch.uint8)], 1)
+
+
+def restored(x: torch.Tensor, wire: str, block: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The value that messages are of."""
+    pieces = x.shape[0]
+    elements = prod(shape) // pieces
+    blocks = -(-elements // block)
+    payload, scale = x.split_with_sizes([blocks * block * BITS[wire] // 8, blocks * SCALE_BYTES], 1)
+    numbers = _from_bytes(payload, wire).view(pieces, blocks, block)
+    filled = numbers * scale.contiguous().view(torch.float32).unsqueeze(2)
+    return filled.view(pieces, blocks * block)[:, :elements].to(dtype).reshape(shape)
+
+
+def _to_bytes(numbers: torch.Tensor, wire: str) -> torch.Tensor:
+    if wire == "fp8":
+        return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
+    whole = numbers.round().to(torch.int8)
+    if wire == "int8":
+        return whole.view(torch.uint8)
+    pairs = (whole & 15).view(torch.uint8).view(*whole.shape[:-1], -1, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def _from_bytes(payload: torch.Tensor, wire: str) -> torch.Tensor:
+    if wire == "fp8":
+        return payload.contiguous().view(torch.float8_e4m3fn).float()
+    if wire == "int8":
+        return payload.contiguous().view(torch.int8).float()
+    halves = torch.stack([payload & 15, payload >> 4], -1).flatten(-2).float()
+    return torch.where(halves > 7, halves - 16, halves)
+
+
+_library.impl("quantize", quantized, "CompositeExplicitAutograd")
+_library.impl("dequantize", restored, "CompositeExplicitAutograd")
