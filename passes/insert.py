@@ -113,15 +113,15 @@ def _gather(graph: fx.Graph, node: fx.Node, param: Param, write: Writer) -> None
 
 
 def climb(write: Writer, x: fx.Node, param: Param, start: int, end: int, purpose: str) -> fx.Node:
-    """All-gather from one rung up to a finer-shared one, outer axis first (the small payload over the slow link). In
-    what format a value travels is changed between axes where they differ in that."""
+    """All-gather from one rung up to a finer-shared one, outer axis first (the small payload over the slow link). What
+    is in a format on one axis stays in it on inner ones that have none: nothing more is lost, and fewer bytes go."""
     layout, dtype, wire = param.layout, x.meta["val"].dtype, ""
     for rung in reversed(range(end, start)):
         axis, size = layout.axes[rung]
         if size > 1:
-            if param.wires.up(axis) != wire:
-                x = _unwired(write, x, param, wire, layout.padded_shape(rung + 1), dtype)
-                wire = param.wires.up(axis)
+            before, wire = wire, param.wires.up(axis) or wire
+            if wire != before:
+                x = _unwired(write, x, param, before, layout.padded_shape(rung + 1), dtype)
                 x = _wired(write, x, param, wire, 1)
             said: dict[str, object] = {"again": rung < layout.after_forward} if purpose == "gather" else {}
             said |= {"wire": wire} if wire else {}

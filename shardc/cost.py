@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from math import prod
 from typing import Any, NamedTuple
 
@@ -127,15 +126,17 @@ def _descending_bytes(layout: Layout, hop: StepHop, wires: Wires, dtype: torch.d
 
 
 def _climbing_bytes(layout: Layout, hop: StepHop, wires: Wires, dtype: torch.dtype) -> int:
-    """Of what a hop brings. A scaled format stays from the first of neighbouring axes that have it to the last, so that
+    """Of what a hop brings. A scaled format stays from the axis that has it to the inner ones that have none, so that
     its messages are of the shards of the first."""
-    wire, rung = wires.up(hop.axis), _rung(layout, hop.axis)
+    rung, wire, start = _rung(layout, hop.axis), "", 0
+    for outer in reversed(range(rung, layout.optim if hop.move == "refresh" else layout.params)):
+        axis, size = layout.axes[outer]
+        if size > 1 and wires.up(axis) not in ("", wire):
+            wire, start = wires.up(axis), outer + 1
     if wire not in LARGEST:
         return _elements(layout, rung) * (CASTS[wire].itemsize if wire else dtype.itemsize)
-    end = layout.optim if hop.move == "refresh" else layout.params
-    outer = [(axis, size) for axis, size in layout.axes[rung:end] if size > 1]
-    run = prod(size for _, size in takewhile(lambda it: wires.up(it[0]) == wire, outer))
-    return run * message_bytes(_elements(layout, rung) // run, wire, wires.block)
+    messages = layout.size(start) // layout.size(rung)
+    return messages * message_bytes(_elements(layout, start), wire, wires.block)
 
 
 def _rung(layout: Layout, axis: str) -> int:

@@ -88,8 +88,9 @@ class Plan:
     `Error` where it is not enough (with two values of optimizer state for each element, as Adam has).
 
     `gather_wire` and `reduce_wire` say in which format (`passes.wire`: "bf16", "fp8", "int8", "int4") a value travels
-    over an axis, up (gathers and refreshes) and down (reduces and syncs): `gather_wire={"node": "int8"}`. `wire_block`
-    elements share a scale. Parameters that match a pattern of `wire_except` travel as they are. Formats other than the
+    over an axis, up (gathers and refreshes) and down (reduces and syncs): `gather_wire={"node": "int8"}`. What a gather
+    has quantized stays so on inner axes; a reduction quantizes once an axis and sums in float32. `wire_block` elements
+    share a scale. Parameters that match a pattern of `wire_except` travel as they are. Formats other than the
     dtype lose precision: `shardc.quantization_error` says how much.
 
     Raises `Error` for an illegal row, naming the rule, and for a wire that cannot apply.

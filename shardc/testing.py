@@ -29,6 +29,7 @@ from torch import Tensor, fx, nn
 from passes import ops
 from passes.build import identifier
 from passes.follow import TRANSPARENT
+from passes.wire import dequantize
 from shardc import _torch
 from shardc.model import runtime_of
 
@@ -188,7 +189,7 @@ def _params_in(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
             found[node] = named[node.name]
         elif ops.is_wait(node) and ops.hop(node).kind == "all_gather":
             found[node] = ops.hop(node).params
-        elif node.target in (*TRANSPARENT, ops.compact) and node.all_input_nodes[0] in found:
+        elif node.target in (*TRANSPARENT, ops.compact, dequantize) and node.all_input_nodes[0] in found:
             found[node] = found[node.all_input_nodes[0]]
     return found
 
@@ -277,7 +278,11 @@ def _scattered(pieces: list[Tensor]) -> list[Tensor]:
     return list(_summed(pieces)[0].chunk(len(pieces)))
 
 
-_MEET = {"all_gather": _gathered, "all_reduce": _summed, "reduce_scatter": _scattered}
+def _exchanged(pieces: list[Tensor]) -> list[Tensor]:
+    return [torch.cat(mine) for mine in zip(*(piece.chunk(len(pieces)) for piece in pieces), strict=True)]
+
+
+_MEET = {"all_gather": _gathered, "all_reduce": _summed, "reduce_scatter": _scattered, "all_to_all": _exchanged}
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

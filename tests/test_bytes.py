@@ -26,10 +26,17 @@ PRESETS = {
     "hpZ": shardc.Plan.hpz(TOPOLOGY),
     **{letters: shardc.Plan.paro(TOPOLOGY, letters) for letters in ("NIG", "IIG", "IGG", "ING")},
 }
+WIRES = {"wire_block": 8, "wire_except": ["*bias"]}
+IN_WIRES = (
+    shardc.Plan.zero3(TOPOLOGY, gather_wire={"node": "int8"}, reduce_wire={"node": "int4", "gpu": "int8"}, **WIRES),
+    shardc.Plan.hpz(TOPOLOGY, gather_wire={"node": "int4", "gpu": "fp8"}, reduce_wire={"gpu": "bf16"}, **WIRES),
+    shardc.Plan.paro(TOPOLOGY, "IIG", gather_wire={"node": "int8"}, reduce_wire={"node": "int4"}, **WIRES),
+)
 CASES = {
     **{(name, False): plan for name, plan in PRESETS.items()},
     ("bf16 on the wire", False): shardc.Plan.paro(TOPOLOGY, "IIG", param_dtype=torch.bfloat16),
     **{(name, True): PRESETS[name] for name in ("ZeRO-2", "hpZ", "IIG", "IGG")},
+    **{(f"{plan.default} in wires", uneven): plan for plan in IN_WIRES for uneven in (False, True)},
 }
 """Plans by name and whether the model's rows are uneven."""
 

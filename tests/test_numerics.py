@@ -56,7 +56,8 @@ class AllRanks:
         """Optim shards at the length at which they travel. What the padding holds must not matter."""
         layout = self.params[name].layout
         shape = layout.rung_shape(layout.optim)
-        return [padded(s.detach(), shape) for s in self.leaves.get(name, self.shards[name])]
+        filler = 0.0 if self.params[name].wires.gather else torch.nan  # a block of a wire is all that is in it
+        return [padded(s.detach(), shape, filler) for s in self.leaves.get(name, self.shards[name])]
 
     def step(self, step: int, micro_batches: int) -> float:
         """Forwards, backwards and an optimizer step; returns the mean loss."""
@@ -117,10 +118,10 @@ def piece(layout: Layout, full: Tensor, coordinate: tuple[int, ...]) -> Tensor:
     return full[layout.local_start(coordinate) :][: layout.local_rows(coordinate)].clone()
 
 
-def padded(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+def padded(rows: Tensor, shape: tuple[int, ...], filler: float) -> Tensor:
     if tuple(rows.shape) == shape:
         return rows
-    value = rows.new_full(shape, torch.nan)
+    value = rows.new_full(shape, filler)
     value[: len(rows)] = rows
     return value
 
