@@ -113,7 +113,7 @@ def restored(x: torch.Tensor, wire: str, block: int, shape: Sequence[int], dtype
     payload, scale = x.split_with_sizes([blocks * block * BITS[wire] // 8, blocks * SCALE_BYTES], 1)
     numbers = _from_bytes(payload, wire).view(pieces, blocks, block)
     filled = numbers * scale.contiguous().view(torch.float32).unsqueeze(2)
-    return filled.view(pieces, blocks * block)[:, :elements].to(dtype).reshape(shape)
+    return filled.view(pieces, blocks * block)[:, :elements].to(dtype).reshape(shape).contiguous()
 
 
 def _to_bytes(numbers: torch.Tensor, wire: str) -> torch.Tensor:

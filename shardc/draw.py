@@ -175,7 +175,8 @@ class _Drawing:
             hop = ops.hop(node)
             frame = self.axes.setdefault(hop.axis, AXIS_COLOURS[len(self.axes) % len(AXIS_COLOURS)])
             sent = f"{_rung(node)}, {size(ops.moved_bytes(node))} sent"
-            lines = [f"{hop.purpose} over {hop.axis}", label(hop.params, hop.piece), sent]
+            wire = f" in {hop.wire}" if hop.wire else ""
+            lines = [f"{hop.purpose} over {hop.axis}{wire}", label(hop.params, hop.piece), sent]
             colours = {"fillcolor": PURPOSE_COLOURS[hop.purpose], "color": frame, "fontcolor": "white", "penwidth": "3"}
             where.node(node.name, "\n".join(lines), tooltip="\n".join(hop.params), style="rounded,filled", **colours)
         elif isinstance(node.target, Region):

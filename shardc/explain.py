@@ -6,9 +6,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from passes import ops
+from passes.insert import Param
 from passes.regions import block_of
+from shardc.plan import Plan
 from shardc.timeline import COMPUTE, Event, Timeline, duration, size
 
 HEAD = ("in", "moves", "by", "over", "sent", "takes", "hidden behind", "exposed", "why")
@@ -33,6 +36,31 @@ def explain(timeline: Timeline, *, fold: bool = True) -> str:
     return f"{timeline}\n\n{_table(shown)}"
 
 
+def as_they_are(plan: Plan, params: Iterable[Param]) -> str:
+    """The parameters that do not travel in the plan's wires, a line for each reason; empty where all do."""
+    reasons: dict[str, list[str]] = {}
+    for param in params:
+        layout, wires = param.layout, param.wires
+        up = [axis for axis, _ in layout.axes[: layout.optim] if dict(plan.gather_wire).get(axis, "") != wires.up(axis)]
+        down = [axis for axis, _ in layout.axes if dict(plan.reduce_wire).get(axis, "") != wires.down(axis)]
+        if up or (down and layout.trainable):
+            reasons.setdefault(_why_as_it_is(plan, param), []).append(layout.name)
+    return "".join(f"as they are: {_named_few(names)}: {reason}\n" for reason, names in reasons.items())
+
+
+def _why_as_it_is(plan: Plan, param: Param) -> str:
+    pattern = next((it for it in plan.wire_except if fnmatchcase(param.layout.name, it)), None)
+    if pattern:
+        return f"wire_except has {pattern!r}"
+    if not param.master_dtype.is_floating_point:
+        return "no floating numbers"
+    return "as narrow already, or all-reduced over an axis of reduce_wire"
+
+
+def _named_few(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} and {len(names) - 2} others"
+
+
 def _line(event: Event, events: Sequence[Event]) -> Line:
     assert event.hop is not None
     computing = [e for e in events if e.lane == COMPUTE]
@@ -40,7 +68,7 @@ def _line(event: Event, events: Sequence[Event]) -> Line:
     cells = (
         event.graph,
         event.name,
-        event.hop.kind,
+        f"{event.hop.kind} in {event.hop.wire}" if event.hop.wire else event.hop.kind,
         event.lane,
         size(event.sent_bytes),
         duration(event.us),

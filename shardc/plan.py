@@ -355,6 +355,23 @@ class Plan:
         return cls(topology, params="all", after_forward=inside, grads="all", optim="all", **options)
 
     @classmethod
+    def zeropp(cls, topology: Topology, **options: Unpack[Options]) -> Plan:
+        """ZeRO++ (arXiv 2306.10209): `hpz`, gathers in int8 (qwZ), reductions in int4 (qgZ)."""
+        return cls.hpz(topology, **{**_quantized(topology), **options})
+
+    @classmethod
+    def frontier(cls, topology: Topology, **options: Unpack[Options]) -> Plan:
+        """Three levels (arXiv 2501.04266): parameters inside a package, gradients inside a node, the optimizer over
+        all; gathers in int8, reductions in int4. Raises `Error` where there are not three axes."""
+        if len(topology.axes) != 3:
+            raise Error(
+                f"frontier needs three axes, but {topology} has {len(topology.axes)}",
+                fix="Topology(node=..., gpu=4, gcd=2)",
+            )
+        given = {**_quantized(topology), **options}
+        return cls(topology, params=topology.axes[2], grads=topology.axes[:0:-1], optim="all", **given)
+
+    @classmethod
     def paro(cls, topology: Topology, letters: str, **options: Unpack[Options]) -> Plan:
         """One of PaRO's strategies, letters for params, grads, optim: N none, I all axes but the outermost, G all."""
         if letters not in PARO:
@@ -375,6 +392,10 @@ class Plan:
         split = _split(topology, {"p": p, "g": g, "os": os})
         rungs = {split.shared_by(rung): rung for rung in reversed(range(len(split.axes) + 1))}
         return cls(split, params=rungs[p], grads=rungs[g], optim=rungs[os], **options)
+
+
+def _quantized(topology: Topology) -> dict[str, Any]:
+    return {"gather_wire": dict.fromkeys(topology.axes, "int8"), "reduce_wire": dict.fromkeys(topology.axes, "int4")}
 
 
 _SAVE = "write it with Plan.save(path)"

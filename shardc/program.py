@@ -244,12 +244,13 @@ class Program:
 
     def explain(self, topology: Topology | None = None, *, micro_batches: int = 1, fold: bool = True) -> str:
         """A step as it is foretold, and a table of its collectives: what each moves, how long it takes, what hides it,
-        and why it is exposed where it is. Collectives of equal layers that fare alike are one line, if `fold`.
-        Arguments are those of `shardc.simulate`."""
-        from shardc.explain import explain
+        and why it is exposed where it is; then what does not travel in the plan's wires. Collectives of equal layers
+        that fare alike are one line, if `fold`. Arguments are those of `shardc.simulate`."""
+        from shardc.explain import as_they_are, explain
         from shardc.simulate import simulate
 
-        return explain(simulate(self, topology, micro_batches=micro_batches), fold=fold)
+        table = explain(simulate(self, topology, micro_batches=micro_batches), fold=fold)
+        return table + as_they_are(self.plan, self.registered.values())
 
     def svg(self, folder: str | Path, *, fold: bool = True) -> list[Path]:
         """Draws the forward and the backward that have all hops: `forward.svg` and `backward.svg` in a folder, each

@@ -18,8 +18,12 @@ from passes.verify import verify
 from passes.wire import LARGEST, Wires, dequantize, message_bytes, quantize
 from shardc import _torch
 from shardc.cost import step_bytes
+from shardc.links import Device, Link
 from shardc.lower import in_aten
 from shardc.testing import run_ranks
+from test_numerics import AllRanks
+from training import Trained, batch, one_process, sharded, small
+from world import run
 
 SCALED = sorted(LARGEST)
 STEP = {"fp8": 1 / 16, "int8": 1 / 254, "int4": 1 / 14}
@@ -278,8 +282,8 @@ def test_a_step_is_what_quantizing_by_hand_makes_of_it() -> None:
     pieces = [w[8 * gpu + 4 * node :][:4] for node in range(2) for gpu in range(2)]
     outs = run_ranks(program.forward, [[pieces[rank], batches[rank]] for rank in range(4)], node=2, gpu=2)
     seen = torch.cat([through(piece, "int8", 1) for piece in (pieces[0], pieces[2], pieces[1], pieces[3])])
-    for (out,), batch in zip((out[0] for out in outs), batches, strict=True):
-        torch.testing.assert_close(out, batch @ seen.T)
+    for (out,), x in zip((out[0] for out in outs), batches, strict=True):
+        torch.testing.assert_close(out, x @ seen.T)
     tangents = [torch.randn(4, 16) for _ in range(4)]
     inputs = [[*outs[rank][1], tangents[rank]] for rank in range(4)]
     found = run_ranks(program.variation(synced=True, accumulated={}), inputs, node=2, gpu=2)
@@ -293,3 +297,49 @@ def test_a_step_is_what_quantizing_by_hand_makes_of_it() -> None:
 
 def through(x: Tensor, wire: str, pieces: int) -> Tensor:
     return dequantize(quantize(x, wire, 8, pieces), wire, 8, list(x.shape), torch.float32)
+
+
+STEPS = (1, 2, 2)
+IN_WIRES = {
+    "ZeRO-3": shardc.Plan.zero3(TWO_BY_TWO, gather_wire={"node": "fp8"}, reduce_wire={"gpu": "int8"}, wire_block=8),
+    "ZeRO++": ZEROPP,
+    "IIG": shardc.Plan.paro(
+        TWO_BY_TWO, "IIG", gather_wire={"node": "int8"}, reduce_wire={"node": "bf16"}, wire_block=8
+    ),
+    "Frontier": shardc.Plan.frontier(shardc.Topology(node=2, gpu=2, gcd=2), wire_block=8),
+}
+
+
+@pytest.mark.parametrize("plan", IN_WIRES.values(), ids=IN_WIRES)
+def test_a_quantized_plan_trains_nearly_as_one_process(plan: shardc.Plan) -> None:
+    ranks = AllRanks(plan)
+    expected = one_process(plan.topology.world, STEPS)
+    for step, count in enumerate(STEPS):
+        assert ranks.step(step, count) == pytest.approx(expected.losses[step], rel=0.02)
+        ranks.update()
+
+
+def trained(name: str, backend: str) -> Trained:
+    return sharded(IN_WIRES[name], STEPS, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ZeRO++", "IIG"])
+def test_real_processes_and_inductor_make_of_it_what_the_graphs_say(name: str) -> None:
+    ranks = AllRanks(IN_WIRES[name])
+    losses = []
+    for step, count in enumerate(STEPS):
+        losses.append(ranks.step(step, count))
+        ranks.update()
+    for backend in ("eager", "inductor"):
+        found = run(trained, 4, name, backend)[0]
+        assert found.losses == pytest.approx(losses, rel=1e-5), backend
+
+
+def test_explain_says_in_what_hops_travel_and_what_does_not() -> None:
+    topology = TWO_BY_TWO.with_links(Device("d", 1.0, 1.0, 1.0), node=Link(1.0, 1.0), gpu=Link(1.0, 1.0))
+    plan = shardc.Plan.zeropp(topology)
+    said = shardc.trace(small(), plan, *batch(0, 0, 0)).explain()
+    assert "all_gather in int8" in said and "all_to_all in int4" in said
+    assert "as they are: embed.weight: wire_except has '*embed*'" in said
+    assert "blocks.0.norm.weight, blocks.0.norm.bias: wire_except has '*norm*'" in said
