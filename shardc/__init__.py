@@ -5,7 +5,9 @@ from shardc.compile import compile
 from shardc.emulate import emulate
 from shardc.plan import Plan
 from shardc.program import Program
+from shardc.quantized import quantization_error
 from shardc.simulate import simulate
+from shardc.strategies import strategies
 from shardc.timeline import Timeline
 from shardc.topology import Topology
 from shardc.trace import programs, trace
@@ -22,6 +24,8 @@ __all__ = [
     "emulate",
     "load",
     "programs",
+    "quantization_error",
     "simulate",
+    "strategies",
     "trace",
 ]
