@@ -59,11 +59,13 @@ class Shard:
     piece: tuple[int, int] = ops.WHOLE
     wire: str = ""
     """the format that it is in, where it has to be restored"""
+    mixed: tuple[str, ...] = ()
+    """axes along which its pieces are in the order of ranks"""
 
     @property
     def is_full(self) -> bool:
-        """Every row is there and no other."""
-        return not self.axes and self.padding is None and self.piece == ops.WHOLE and not self.wire
+        """Every row is there and no other, in order."""
+        return self == Shard(self.param, (), None)
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Gradient:
     """the format that it is in, where it has to be restored"""
     folds: int = 1
     """so many pieces that are still to be summed"""
+    mixed: tuple[int, ...] = ()
+    """sizes of axes, outer axis first, along which its pieces are in the order of ranks"""
 
 
 LOCAL = Gradient("", (), None)
@@ -169,6 +173,8 @@ def _up(node: fx.Node, found: Parts[Shard]) -> tuple[Shard, ...] | None:
         return tuple(replace(shard, padding=None) for shard in _input(node, found))
     if node.target in (quantize, dequantize):
         return _in_wire(node, _input(node, found))
+    if node.target is ops.interleave:
+        return tuple(replace(shard, mixed=()) for shard in _input(node, found))
     if ops.is_wait(node) or node.target in TRANSPARENT:
         return _input(node, found)
     return _repacked(node, found, ())
@@ -179,7 +185,8 @@ def _in_wire(node: fx.Node, parts: tuple[_Part, ...]) -> tuple[_Part, ...]:
 
 
 def _gathered(shard: Shard, axes: tuple[str, ...]) -> Shard:
-    return replace(shard, axes=tuple(axis for axis in shard.axes if axis not in axes))
+    left = tuple(axis for axis in shard.axes if axis not in axes)
+    return replace(shard, axes=left, mixed=axes if len(axes) > 1 else ())
 
 
 def _down(node: fx.Node, found: Parts[Gradient]) -> tuple[Gradient, ...] | None:
@@ -187,6 +194,9 @@ def _down(node: fx.Node, found: Parts[Gradient]) -> tuple[Gradient, ...] | None:
         return _crossed(node, found.get(node.all_input_nodes[0]))
     if node.target is quantize:
         return _in_wire(node, found.get(node.all_input_nodes[0], (LOCAL,)))
+    if node.target is ops.interleave:
+        before = found.get(node.all_input_nodes[0], (LOCAL,))
+        return tuple(replace(part, mixed=tuple(node.args[1])) for part in before)
     if node.target is ops.expand:
         before = found.get(node.all_input_nodes[0], (LOCAL,))
         return tuple(replace(part, padding=padding(*node.args[1:])) for part in before)
@@ -210,7 +220,7 @@ def _crossed(start: fx.Node, before: tuple[Gradient, ...] | None) -> tuple[Gradi
     kind, folds = ("reduce_scatter", it.size) if it.kind == "all_to_all" else (it.kind, 1)
     steps = tuple((kind, it.purpose, axis) for axis in hop_axes(start))
     return tuple(
-        replace(part, param=param, crossed=part.crossed + steps, folds=part.folds * folds)
+        replace(part, param=param, crossed=part.crossed + steps, folds=part.folds * folds, mixed=())
         for param, part in zip(it.params, before, strict=True)
     )
 

@@ -45,6 +45,7 @@ for _signature in (
     f"all_reduce({_HOP}, str purpose='sync', str[] params, {_MORE}) -> Tensor",
     "wait(Tensor x) -> Tensor",
     "fold(Tensor x, int size) -> Tensor",
+    "interleave(Tensor x, int[] sizes) -> Tensor",
     "compact(Tensor x, int rows, int[] split) -> Tensor",
     "expand(Tensor x, int rows, int[] split) -> Tensor",
 ):
@@ -92,6 +93,22 @@ def folded(x: torch.Tensor, size: int) -> torch.Tensor:
 _library.impl("fold", folded, "CompositeExplicitAutograd")
 
 
+@torch.library.register_fake("shardc::interleave", lib=_library)
+def _(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    torch._check(x.shape[0] % prod(sizes) == 0, lambda: f"interleave: {x.shape[0]} rows are no pieces of {sizes}")
+    return x.new_empty(x.shape)
+
+
+def interleaved(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Pieces counted along the first of axes of these sizes the fastest, then counted along the last the fastest."""
+    count = len(sizes)
+    pieces = x.view(*reversed(sizes), x.shape[0] // prod(sizes), *x.shape[1:])
+    return pieces.permute(*reversed(range(count)), *range(count, pieces.dim())).reshape(x.shape).contiguous()
+
+
+_library.impl("interleave", interleaved, "CompositeExplicitAutograd")
+
+
 @cache
 def _padded(rows: int, split: tuple[int, ...]) -> Layout:
     return Layout("", (rows,), tuple((str(i), size) for i, size in enumerate(split)), 0, 0, 0, len(split))
@@ -135,6 +152,7 @@ wait = torch.ops.shardc.wait.default
 compact = torch.ops.shardc.compact.default
 expand = torch.ops.shardc.expand.default
 fold = torch.ops.shardc.fold.default
+interleave = torch.ops.shardc.interleave.default
 
 STARTS = (all_gather, reduce_scatter, all_to_all, all_reduce)
 WHOLE = (0, 1)

@@ -253,6 +253,27 @@ def within_move(it: Subject) -> Iterator[Broken]:
             yield Broken(start, f"the gather of {shard.param} starts below its params rung", "refresh it up to there")
 
 
+def interleaved(it: Subject) -> Iterator[Broken]:
+    fix = (
+        "a group has its pieces in the order of its ranks: `interleave` them behind a flat gather, before a flat reduce"
+    )
+    for node in it.graph.nodes:
+        shards = it.shards.get(node.all_input_nodes[0], ()) if node.all_input_nodes else ()
+        if node.target is ops.interleave and any(_sizes(it, shard.mixed) != list(node.args[1]) for shard in shards):
+            yield Broken(node, f"`{node.name}` mixes what a gather did not", fix)
+        elif node.target in (ops.all_gather, ops.compact) and any(shard.mixed for shard in shards):
+            yield Broken(node, f"{shards[0].param} goes into `{node.name}` in the order of ranks", fix)
+        elif node.target is ops.reduce_scatter:
+            axes = hop_axes(node)
+            wanted = _sizes(it, axes[::-1]) if len(axes) > 1 else []
+            if any(list(part.mixed) != wanted for part in it.gradients.get(node.all_input_nodes[0], (LOCAL,))):
+                yield Broken(node, f"the {ops.hop(node)} has its pieces in another order than its ranks", fix)
+
+
+def _sizes(it: Subject, axes: Sequence[str]) -> list[int]:
+    return [it.mesh.get(axis, 1) for axis in axes]
+
+
 def compacted(it: Subject) -> Iterator[Broken]:
     for node in it.graph.nodes:
         if node.target is ops.compact:
@@ -290,6 +311,8 @@ def _state(shard: Shard) -> str:
         return f"only {ops.spelled(shard.piece)}"
     if shard.wire and not shard.axes:
         return f"still in {shard.wire}"
+    if shard.mixed and not shard.axes:
+        return "still in the order of ranks"
     return f"still sharded over {'+'.join(shard.axes)}" if shard.axes else "still padded"
 
 
@@ -297,7 +320,7 @@ def _missing(shard: Shard) -> str:
     if shard.piece != ops.WHOLE:
         return "first put all pieces together with `cat`, in order"
     gathers = [f"gather over {axis}" for axis in reversed(shard.axes)]
-    restored = ["dequantize"] if shard.wire else []
+    restored = ["interleave"] * bool(shard.mixed) + ["dequantize"] * bool(shard.wire)
     compact = [f"compact({shard.padding[0]}, {list(shard.padding[1])})"] if shard.padding else []
     return f"first {', then '.join(gathers + restored + compact)}"
 
@@ -382,7 +405,7 @@ def reduced(it: Subject) -> Iterator[Broken]:
         if part.piece != ops.WHOLE:
             says = f"of the gradient of {name} only {ops.spelled(part.piece)} is returned"
             yield Broken(grad, says, "put all pieces together with `cat`, in order")
-        elif part.wire or part.folds > 1:
+        elif part.wire or part.folds > 1 or part.mixed:
             says = f"the gradient of {name} is returned {_unfinished(part)}"
             yield Broken(grad, says, "dequantize what an all-to-all brings, and fold it")
         elif (part.crossed, part.padding) != (wanted.crossed, wanted.padding) or part.param not in ("", name):
@@ -392,6 +415,8 @@ def reduced(it: Subject) -> Iterator[Broken]:
 
 
 def _unfinished(part: Gradient) -> str:
+    if part.mixed:
+        return "in the order of ranks"
     return f"in {part.wire}" if part.wire else f"as {part.folds} pieces that are not summed"
 
 

@@ -39,7 +39,7 @@ order that ends first is taken.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -108,6 +108,12 @@ class Flight:
     def __post_init__(self) -> None:
         hop = ops.hop(self.start)
         self.axis, self.size, self.climbs = hop.axis, hop.size, hop.kind == "all_gather"
+        self.lanes = hop.axis.split("+")
+        """a flat one holds several"""
+
+    def meets(self, other: Flight) -> bool:
+        """On a lane."""
+        return any(lane in other.lanes for lane in self.lanes)
 
     @property
     def source(self) -> Flight | None:
@@ -318,7 +324,7 @@ class Lanes:
         self.crowd_bytes = min(_largest(flights, 2), self.window_bytes)
         """of gradients that may wait for gathers"""
         self.now_us, self.border = 0.0, 0
-        self.free_us: dict[str, float] = {flight.axis: 0.0 for flight in flights}
+        self.free_us: dict[str, float] = {lane: 0.0 for flight in flights for lane in flight.lanes}
         """when a lane has ended what it has"""
         self.grounded = sorted(flights, key=lambda f: f.due if f.climbs else f.ready)
         """by when they are needed, or were made"""
@@ -381,7 +387,7 @@ class Lanes:
         chosen = min(able, key=lambda f: self._urgency(f, i, able, crowded), default=None)
         if chosen and self._grounded_source(chosen):
             root = self._root(chosen)
-            rivals = [f for f in able if f.axis == root.axis and not self._grounded_source(f)]
+            rivals = [f for f in able if f.meets(root) and not self._grounded_source(f)]
             chosen = min(rivals, key=lambda f: self._urgency(f, i, able, crowded))
         while chosen and (shorter := self._in_front_of(chosen, able)):
             chosen = shorter
@@ -393,14 +399,14 @@ class Lanes:
         begin_us, there_us = self._begin_us(flight), self._begin_us(gather)
         over_us, latest_us = begin_us + self.us(flight.start), self._latest_us(gather, i)
         waits_us = max(over_us, latest_us) - max(there_us, latest_us)
-        return flight.axis == gather.axis and waits_us > there_us - begin_us > 0
+        return flight.meets(gather) and waits_us > there_us - begin_us > 0
 
     def _held_back(self, flight: Flight, i: int, end_us: float) -> bool:
         """Whether a reduce had better go behind one that is made in stretch `i`, if the two were alone."""
         over_us = self._begin_us(flight) + self.us(flight.start)
         own_us = self.rest_us[flight]
         for soon in self.grounded:
-            if soon.ready == i and soon.axis == flight.axis and not soon.climbs and not self.source[soon]:
+            if soon.ready == i and soon.meets(flight) and not soon.climbs and not self.source[soon]:
                 takes_us = self.us(soon.start)
                 first = max(over_us - self.us(flight.start) + own_us, max(over_us, end_us) + self.rest_us[soon])
                 last = max(end_us + self.rest_us[soon], end_us + takes_us + own_us)
@@ -411,7 +417,7 @@ class Lanes:
     def _in_front_of(self, flight: Flight, able: Sequence[Flight]) -> Flight | None:
         """What would be over on the same lane before a hop can begin that has to wait for what it relays."""
         begin_us = self._begin_us(flight)
-        others = (f for f in able if f.axis == flight.axis and self._begin_us(f) < begin_us)
+        others = (f for f in able if f.meets(flight) and self._begin_us(f) < begin_us)
         return next((f for f in others if self._begin_us(f) + self.us(f.start) <= begin_us), None)
 
     def _grounded_source(self, flight: Flight) -> Flight | None:
@@ -433,15 +439,18 @@ class Lanes:
         """When its lane is free and what it relays is there."""
         source = self.source[flight]
         if source is None:
-            return max(self.now_us, self.free_us[flight.axis])
+            return max(self.now_us, self._free_us(flight))
         grounded = source in self.waiting
         there_us = self._begin_us(source) + self.us(source.start) if grounded else self.flying.get(source, 0.0)
-        return max(self.now_us, self.free_us[flight.axis], there_us)
+        return max(self.now_us, self._free_us(flight), there_us)
+
+    def _free_us(self, flight: Flight) -> float:
+        return max(self.free_us[lane] for lane in flight.lanes)
 
     def _near(self, i: int) -> list[Flight]:
         """What could be started before stretch `i`: the first few of each lane and direction, so that time does not
         grow with the square of the hops."""
-        room = dict.fromkeys(((f, climbs) for f in self.free_us for climbs in (True, False)), HORIZON)
+        room: defaultdict[tuple[str, bool], int] = defaultdict(lambda: HORIZON)
         found = []
         for flight in self.grounded:
             if flight.ready < i and room[flight.axis, flight.climbs]:
@@ -476,7 +485,7 @@ class Lanes:
         """Gathers go first where one of them cannot wait for a reduce, else reduces do; then by the rules."""
         if not flight.climbs:
             return (0, *self.rules.reduces(flight, self.rest_us[flight] - self.us(flight.start)))
-        rivals = [f for f in able if f.axis == flight.axis]
+        rivals = [f for f in able if f.meets(flight)]
         rivals_us = max((self.us(f.start) for f in rivals if not f.climbs), default=0.0)
         late = any(self._latest_us(f, i) < self._begin_us(f) + rivals_us for f in rivals if f.climbs)
         rank = -1 if late and not crowded else 1
@@ -498,7 +507,8 @@ class Lanes:
         self._compute(flight.before)
         self.nodes.append(flight.start)
         end_us = self._begin_us(flight) + self.us(flight.start)
-        self.flying[flight] = self.free_us[flight.axis] = end_us
+        self.flying[flight] = end_us
+        self.free_us |= dict.fromkeys(flight.lanes, end_us)
         if flight.climbs and not _goes_on(flight) and flight.due > self.border:
             self.ahead[flight.due] += self.claims[flight]
         for earlier in landing:

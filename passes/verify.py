@@ -109,6 +109,7 @@ RULES = (
     Rule(2, "named", _ALL, "A hop names parameters, and a gather carries their shards.", rules.names_what_it_carries),
     Rule(2, "gathered once", _ALL, "No graph gathers a parameter over an axis twice.", rules.gathered_once),
     Rule(2, "within the move", _ALL, "A refresh ends, and a gather starts, at the params rung.", rules.within_move),
+    Rule(2, "interleaved", _ALL, "What is flat on the wire is in the order of ranks there.", rules.interleaved),
     Rule(2, "compacted", _ALL, "Padding is dropped from full values only, by their layout.", rules.compacted),
     Rule(2, "full when used", _ALL, "Compute, and the user, get parameters only when full.", rules.full_when_used),
     Rule(2, "copied", ("forward",), "A refreshed copy is the shard on the params rung.", rules.copied),

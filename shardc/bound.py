@@ -30,7 +30,8 @@ from shardc.topology import Topology
 @dataclass
 class _Job:
     us: float
-    lane: str
+    lanes: tuple[str, ...]
+    """that it holds: of a flat hop, those of all its axes"""
     work_us: float
     """at full bandwidth"""
     needs: list[int]
@@ -73,7 +74,8 @@ class _Step:
             if is_start and variant.half == "backward":
                 needs = needs + self.results
             work = sent_us(node, self.topology) if is_start else us[node]
-            self.jobs.append(_Job(us[node], ops.hop(node).axis if is_start else COMPUTE, work, needs))
+            lanes = tuple(ops.hop(node).axis.split("+")) if is_start else (COMPUTE,)
+            self.jobs.append(_Job(us[node], lanes, work, needs))
         if variant.half == "backward":
             self.sums = {name: number[node] for name, node in outputs(graph).items()}
         else:
@@ -118,8 +120,8 @@ def _bound(jobs: Sequence[_Job]) -> Bound:
     critical_us = 0.0
     for job, head_us, tail_us in zip(jobs, heads_us, tails_us, strict=True):
         critical_us = max(critical_us, head_us + job.us + tail_us)
-        if job.us > 0:
-            lanes.setdefault(job.lane, []).append((head_us, job.work_us, tail_us))
+        for lane in job.lanes if job.us > 0 else ():
+            lanes.setdefault(lane, []).append((head_us, job.work_us, tail_us))
     return Bound({lane: _lane_bound(jobs) for lane, jobs in lanes.items()}, critical_us)
 
 
@@ -167,11 +169,12 @@ def _loads_us(jobs: Sequence[_Job], needs: Sequence[Sequence[int]]) -> list[floa
     """Of all that each job needs, however far back, what the busiest lane has to do."""
     working = [i for i, job in enumerate(jobs) if job.work_us > 0]
     bit = {i: 1 << column for column, i in enumerate(working)}
-    lanes = {lane: i for i, lane in enumerate(dict.fromkeys(job.lane for job in jobs))}
+    lanes = {lane: i for i, lane in enumerate(dict.fromkeys(lane for job in jobs for lane in job.lanes))}
     width = len(working) // 8 + 1
     work_us = torch.zeros(8 * width, len(lanes), dtype=torch.float64)
     for column, i in enumerate(working):
-        work_us[column, lanes[jobs[i].lane]] = jobs[i].work_us
+        for lane in jobs[i].lanes:
+            work_us[column, lanes[lane]] = jobs[i].work_us
     reached: list[int] = []
     for of_job in needs:
         bits = 0

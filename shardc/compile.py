@@ -36,6 +36,7 @@ from shardc.plan import Plan
 from shardc.program import Program
 from shardc.runner import Runner
 from shardc.step import Runtime, Sharded, Step
+from shardc.topology import Topology
 from shardc.weights import Source, load
 
 
@@ -225,9 +226,22 @@ def _to_stderr(text: str) -> None:
 def _groups(mesh: Any, plan: Plan, device: torch.device) -> dict[str, str]:
     """The name of each axis's process group; all wait as long as the default group does."""
     groups = {axis: mesh.get_group(axis) for axis, size in plan.topology.inner}
+    if plan.chain != "hop":
+        groups |= {axes: _flat_group(plan.topology, axes) for axes in plan.topology.neighbours()}
     for group in groups.values():
         _torch.take_over_timeout(group, device)
     return {axis: group.group_name for axis, group in groups.items()}
+
+
+def _flat_group(topology: Topology, axes: str) -> Any:
+    """All ranks make all groups, in the same order."""
+    names = axes.split("+")
+    others = [i for i, (name, _) in enumerate(topology.inner) if name not in names]
+    places: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(topology.world):
+        coordinate = topology.coordinate(rank)
+        places.setdefault(tuple(coordinate[i] for i in others), []).append(rank)
+    return dist.new_subgroups_by_enumeration(list(places.values()))[0]
 
 
 def _device() -> torch.device:

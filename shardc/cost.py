@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from passes.layout import Layout
 from passes.wire import CASTS, LARGEST, Wires, message_bytes
 from shardc.model import compute_dtype
 from shardc.plan import Parameter, Plan
+from shardc.times import is_faster_flat
 
 MOVES = ("refresh", "forward gather", "backward gather", "reduce", "sync")
 """What moves bytes, in the order of a step."""
@@ -104,12 +106,38 @@ def _sent(plan: Plan, layout: Layout, parameter: Parameter) -> Iterator[tuple[st
     gradient = plan.reduce_dtype or weight
     wires = plan.wires(layout.name, dtype, trainable)
     row = (layout.params, layout.after_forward, layout.grads, layout.optim)
-    for hop in step_hops(row, layout.axes, trainable):
-        if hop.move in ("reduce", "sync"):
-            value_bytes = _descending_bytes(layout, hop, wires, gradient)
+    hops = (hop for hop in step_hops(row, layout.axes, trainable) if hop.size > 1)
+    for _, group in groupby(hops, lambda hop: _fused(plan, layout, wires, hop)):
+        first, *others = group
+        if first.move in ("reduce", "sync"):
+            value_bytes = first.rounds * _descending_bytes(layout, first, wires, gradient)
         else:
-            value_bytes = _climbing_bytes(layout, hop, wires, weight)
-        yield hop.move, hop.axis, hop.rounds * value_bytes * (hop.size - 1) // hop.size
+            value_bytes = _climbing_bytes(layout, first, wires, weight)
+        yield from _over(plan, first, others, value_bytes)
+
+
+def _fused(plan: Plan, layout: Layout, wires: Wires, hop: StepHop) -> tuple[Any, ...]:
+    """What hops share that can be one flat collective."""
+    if plan.chain == "hop":
+        return hop
+    rung = _rung(layout, hop.axis)
+    if hop.move in ("reduce", "sync"):
+        return hop.move, hop.rounds, wires.down(hop.axis) and hop.axis
+    return hop.move, hop.move == "forward gather" and rung < layout.after_forward, _wire_up(layout, hop, wires)
+
+
+def _over(plan: Plan, first: StepHop, others: Sequence[StepHop], value_bytes: int) -> Iterator[tuple[str, str, int]]:
+    """One flat collective, or each hop for itself; `first` is the innermost, with the largest value."""
+    sizes = {hop.axis: hop.size for hop in (first, *others)}
+    down = "all_reduce" if first.rounds == 2 else "reduce_scatter"
+    kind = down if first.move in ("reduce", "sync") else "all_gather"
+    ranks = prod(sizes.values())
+    if others and (plan.chain == "flat" or is_faster_flat(plan.topology, kind, sizes, value_bytes)):
+        yield first.move, "+".join(sizes), value_bytes * (ranks - 1) // ranks
+        return
+    for hop in (first, *others):
+        yield hop.move, hop.axis, value_bytes * (hop.size - 1) // hop.size
+        value_bytes //= hop.size if first.rounds == 1 else 1
 
 
 def _elements(layout: Layout, rung: int) -> int:
@@ -126,17 +154,23 @@ def _descending_bytes(layout: Layout, hop: StepHop, wires: Wires, dtype: torch.d
 
 
 def _climbing_bytes(layout: Layout, hop: StepHop, wires: Wires, dtype: torch.dtype) -> int:
-    """Of what a hop brings. A scaled format stays from the axis that has it to the inner ones that have none, so that
-    its messages are of the shards of the first."""
-    rung, wire, start = _rung(layout, hop.axis), "", 0
-    for outer in reversed(range(rung, layout.optim if hop.move == "refresh" else layout.params)):
-        axis, size = layout.axes[outer]
-        if size > 1 and wires.up(axis) not in ("", wire):
-            wire, start = wires.up(axis), outer + 1
+    """Of what a hop brings; in a scaled format, messages of the shards of the axis that it has it from."""
+    rung, (wire, start) = _rung(layout, hop.axis), _wire_up(layout, hop, wires)
     if wire not in LARGEST:
         return _elements(layout, rung) * (CASTS[wire].itemsize if wire else dtype.itemsize)
     messages = layout.size(start) // layout.size(rung)
     return messages * message_bytes(_elements(layout, start), wire, wires.block)
+
+
+def _wire_up(layout: Layout, hop: StepHop, wires: Wires) -> tuple[str, int]:
+    """The format of a hop up, which stays from the axis that has it to the inner ones that have none, and the rung
+    where it begins."""
+    wire, start = "", 0
+    for rung in reversed(range(_rung(layout, hop.axis), layout.optim if hop.move == "refresh" else layout.params)):
+        axis, size = layout.axes[rung]
+        if size > 1 and wires.up(axis) not in ("", wire):
+            wire, start = wires.up(axis), rung + 1
+    return wire, start
 
 
 def _rung(layout: Layout, axis: str) -> int:

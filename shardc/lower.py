@@ -123,7 +123,12 @@ def in_aten(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-_WRITTEN_OUT: dict[Any, Callable[..., torch.Tensor]] = {ops.fold: ops.folded, quantize: quantized, dequantize: restored}
+_WRITTEN_OUT: dict[Any, Callable[..., torch.Tensor]] = {
+    ops.fold: ops.folded,
+    ops.interleave: ops.interleaved,
+    quantize: quantized,
+    dequantize: restored,
+}
 
 
 def _written_out(graph: fx.Graph, node: fx.Node) -> None:

@@ -73,6 +73,7 @@ class Options(TypedDict, total=False):
     reduce_wire: Wire | None
     wire_block: int
     wire_except: Iterable[str]
+    chain: Literal["hop", "flat", "auto"]
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -93,6 +94,10 @@ class Plan:
     share a scale. Parameters that match a pattern of `wire_except` travel as they are. Formats other than the
     dtype lose precision: `shardc.quantization_error` says how much.
 
+    `chain` is how a move goes over several axes: "hop" by hop, so that those inside a host run beside those between
+    hosts; "flat", one collective over the ranks of all of them; or "auto", flat where the topology's links say that it
+    is faster. What travels in a wire goes down hop by hop, for it is summed on each axis.
+
     Raises `Error` for an illegal row, naming the rule, and for a wire that cannot apply.
     """
 
@@ -110,6 +115,7 @@ class Plan:
     reduce_wire: tuple[tuple[str, str], ...]
     wire_block: int
     wire_except: tuple[str, ...]
+    chain: Literal["hop", "flat", "auto"]
 
     def __init__(
         self,
@@ -128,6 +134,7 @@ class Plan:
         reduce_wire: Wire | None = None,
         wire_block: int = 256,
         wire_except: Iterable[str] = WIRE_EXCEPT,
+        chain: Literal["hop", "flat", "auto"] = "hop",
     ):
         after_forward = params if after_forward is None else after_forward
         specs = zip(STATES, (params, after_forward, grads, optim), strict=True)
@@ -139,6 +146,7 @@ class Plan:
         limit = _memory_limit(memory_limit)
         down = _wire(topology, "reduce_wire", reduce_wire)
         _check_summed(topology, row, down)
+        _check_chain(topology, chain)
         wires = {
             "gather_wire": _wire(topology, "gather_wire", gather_wire),
             "reduce_wire": down,
@@ -147,7 +155,7 @@ class Plan:
         }
         fields = dict(
             topology=topology, **row._asdict(), overrides=changes, **dtypes, reduce=reduce, memory_limit=limit, **wires
-        )
+        ) | {"chain": chain}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         for pattern, change in changes:
@@ -253,6 +261,7 @@ class Plan:
             "reduce_wire": dict(self.reduce_wire),
             "wire_block": self.wire_block,
             "wire_except": list(self.wire_except),
+            "chain": self.chain,
         }
         return json.dumps(saved, indent=2)
 
@@ -288,6 +297,7 @@ class Plan:
         given += [f"reduce={self.reduce!r}"] * (self.reduce != "mean")
         given += [f"memory_limit={self.memory_limit}"] * (self.memory_limit is not None)
         given += [f"{key}={dict(getattr(self, key))!r}" for key in WIRES[:2] if getattr(self, key)]
+        given += [f"chain={self.chain!r}"] * (self.chain != "hop")
         given += [f"wire_block={self.wire_block}"] * (self.wire_block != 256)
         given += [f"wire_except={self.wire_except!r}"] * (self.wire_except != WIRE_EXCEPT)
         return f"Plan({self.topology!r}, {', '.join(given)})"
@@ -299,6 +309,7 @@ class Plan:
         text += "".join(f", {key} {name}" for key, name in names.items() if name)
         text += ", gradients summed" * (self.reduce == "sum")
         text += f", at most {_mib(self.memory_limit)} MiB a rank" if self.memory_limit is not None else ""
+        text += {"hop": "", "flat": ", flat", "auto": ", flat where that is faster"}[self.chain]
         for what, wire in (("gathers", self.gather_wire), ("reduces", self.reduce_wire)):
             text += "".join(f", {what} over {axis} in {form}" for axis, form in wire)
         return text + (f", {_counted(len(self.overrides), 'override')}" if self.overrides else "")
@@ -514,6 +525,13 @@ def _check_summed(topology: Topology, row: Row, wire: tuple[tuple[str, str], ...
             )
 
 
+def _check_chain(topology: Topology, chain: object) -> None:
+    if chain not in ("hop", "flat", "auto"):
+        raise Error(f"chain is {chain!r}", fix="'hop', 'flat' or 'auto'")
+    if chain == "auto" and not topology.links:
+        raise Error("chain='auto' needs to know how fast axes are", fix="Topology(...).with_links(...), or chain='hop'")
+
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -612,7 +630,7 @@ def _parsed(text: str) -> dict[str, Any]:
         raise Error(f"not JSON: {error}", fix=_SAVE) from error
     if not isinstance(saved, dict):
         raise Error(f"a JSON {type(saved).__name__} where an object is expected", fix=_SAVE)
-    known = ("topology", *STATES, "overrides", *DTYPES, "reduce", "memory_limit", *WIRES)
+    known = ("topology", *STATES, "overrides", *DTYPES, "reduce", "memory_limit", *WIRES, "chain")
     for key in saved:
         if key not in known:
             raise Error(f"unknown key {key!r}", fix=_did_you_mean(key, known))

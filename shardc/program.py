@@ -21,6 +21,7 @@ from passes.build import copy, outputs
 from passes.chunk import chunk
 from passes.errors import Error
 from passes.excerpt import excerpt, needed
+from passes.fuse import fuse
 from passes.insert import Param
 from passes.layout import Layout
 from passes.order import Order, Orders, align, collective_order
@@ -35,7 +36,7 @@ from shardc.capture import Captured
 from shardc.footprint import footprint
 from shardc.plan import Plan
 from shardc.runner import Runner
-from shardc.times import Merging, Times, pieces_of, times_us
+from shardc.times import Merging, Times, flat_pays, pieces_of, times_us
 from shardc.topology import Topology
 
 
@@ -143,12 +144,23 @@ class Program:
         """Of one call, before hops are in buckets and in order."""
         if variant.half == "forward":
             graph = copy(self.halves[0])
-            return self.run("refresh", refresh, graph, self.params, variant.stale) if variant.stale else graph
+            if variant.stale:
+                graph = self.run("refresh", refresh, graph, self.params, variant.stale)
+            return self._fused(graph)
         graph, accumulated = copy(self.halves[1]), dict(variant.accumulated)
         if accumulated:
             graph = self.run("accumulate", accumulate, graph, accumulated)
         everyone = {p.layout.name: p for p in (*self.params.values(), *accumulated.values())}
-        return self.run("sync", sync, graph, everyone) if variant.synced else graph
+        if variant.synced:
+            graph = self.run("sync", sync, graph, everyone)
+        return self._fused(graph)
+
+    def _fused(self, graph: fx.Graph) -> fx.Graph:
+        """What the plan has flat. All ranks find the same: it depends on parameters and links alone."""
+        if self.plan.chain == "hop":
+            return graph
+        always = self.plan.chain == "flat"
+        return self.run("fuse", fuse, graph, lambda starts: always or flat_pays(starts, self.topology))
 
     def _verify(self, graph: fx.Graph, variant: Variant) -> None:
         if variant.half == "forward":
@@ -204,9 +216,9 @@ class Program:
         """Has all ranks agree on the orders of this program, unless an earlier program's cover it: makes the variations
         that have all hops; the others follow these. All ranks call it together."""
         forward, backward = self.halves
-        if self.orders.find("forward", forward) is None:
+        if self.orders.find("forward", self.draft(Variant("forward"))) is None:
             self.refreshed()
-        if backward is not None and self.orders.find("backward", backward) is None:
+        if backward is not None and self.orders.find("backward", self.draft(Variant("backward"))) is None:
             self.variation(synced=True, accumulated={})
 
     def fit(self, limit_bytes: int) -> None:
@@ -227,7 +239,7 @@ class Program:
         and backward after `partition`, `bucket`, `chunk`, `schedule` and `regions`."""
         if stage == "bucket":
             named = zip(self.halves, ("forward", "backward"), strict=True)
-            return tuple(self._bucketed(copy(graph), half) for graph, half in named if graph is not None)
+            return tuple(self._bucketed(self._fused(copy(g)), half) for g, half in named if g is not None)
         if stage == "chunk":
             return tuple(self._chunked(graph) for graph in self.after("bucket"))
         if stage == "schedule":

@@ -94,7 +94,9 @@ class Clock:
 
     def _start(self, node: fx.Node, us: float, graph: str, relayed: Event | None) -> None:
         hop = ops.hop(node)
-        first = [before for before in (relayed, self.last.get(hop.axis)) if before and before.end_us > self.now_us]
+        lanes = hop.axis.split("+")
+        before_it = (relayed, *map(self.last.get, lanes))
+        first = [before for before in before_it if before and before.end_us > self.now_us]
         behind = max(first, key=lambda before: before.end_us, default=None)
         begin_us = behind.end_us if behind else self.now_us
         event = Event(
@@ -108,7 +110,7 @@ class Clock:
             issued_us=self.now_us,
             behind=behind.name if behind else "",
         )
-        self.last[hop.axis] = event
+        self.last |= dict.fromkeys(lanes, event)
         self.events.append(event)
 
     def _wait(self, index: int) -> None:

@@ -30,7 +30,9 @@ def _amsp() -> Iterator[Strategy]:
         for os in range(p, 3):
             for g in sorted({p, os}):
                 yield Strategy(
-                    f"AMSP {names[p]}/{names[g]}/{names[os]}", "arXiv 2311.00257", partial(_amsp_plan, triple=(p, g, os))
+                    f"AMSP {names[p]}/{names[g]}/{names[os]}",
+                    "arXiv 2311.00257",
+                    partial(_amsp_plan, triple=(p, g, os)),
                 )
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from operator import mul
 
 import torch
@@ -57,6 +58,27 @@ def _flat_us(topology: Topology, axis: str, sent_bytes: float) -> float:
     return max(sent_bytes / (topology.link(name).gb_per_s * n) / 1e3 for name, n in zip(axes, inside, strict=False))
 
 
+def flat_pays(starts: Sequence[fx.Node], topology: Topology) -> bool:
+    """Whether hops that follow each other had better be one flat collective, by their links alone."""
+    hops = [ops.hop(start) for start in starts]
+    full = max(ops.moved_bytes(start) * hop.size // (hop.size - 1) for start, hop in zip(starts, hops, strict=True))
+    return is_faster_flat(topology, hops[0].kind, {hop.axis: hop.size for hop in hops}, full)
+
+
+def is_faster_flat(topology: Topology, kind: str, sizes: Mapping[str, int], full_bytes: int) -> bool:
+    """Of a value of so many bytes (for an all-reduce twice as many), gathered or reduced over axes of these sizes. One
+    after the other hops take their sum; while other hops run on the other lanes, the longest of them."""
+    hops_us, pieces = [], 1
+    inner_first = [axis for axis, _ in topology.inner if axis in sizes]
+    for axis in inner_first:
+        sent_bytes = full_bytes / pieces * (sizes[axis] - 1) / sizes[axis]
+        hops_us.append(collective_us(topology, kind, axis, sent_bytes, sizes[axis]))
+        pieces *= 1 if kind == "all_reduce" else sizes[axis]
+    ranks = prod(sizes.values())
+    flat_us = collective_us(topology, kind, "+".join(inner_first), full_bytes * (ranks - 1) / ranks, ranks)
+    return flat_us < (sum(hops_us) + max(hops_us)) / 2
+
+
 def sent_us(start: fx.Node, topology: Topology) -> float:
     """Of a hop, the part that is bandwidth: as much of a larger one as it is of that one's bytes."""
     hop, sent_bytes = ops.hop(start), ops.moved_bytes(start)
@@ -89,7 +111,8 @@ class Merging:
         """For a graph whose nodes take so long, on the topology."""
         lanes: Counter[str] = Counter()
         for node, takes_us in us.items():
-            lanes[ops.hop(node).axis if ops.is_start(node) else ""] += takes_us  # type: ignore[assignment]
+            for lane in ops.hop(node).axis.split("+") if ops.is_start(node) else [""]:
+                lanes[lane] += takes_us  # type: ignore[assignment]
         compute_us = lanes.pop("", 0) or 1.0
         return cls(topology, max(lanes.values(), default=0) / compute_us)
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import accumulate
+from itertools import accumulate, combinations
 from math import prod
 from operator import mul
 from typing import Any
@@ -165,6 +165,12 @@ class Topology:
     def shared_by(self, rung: RungSpec) -> int:
         """Number of ranks that share one copy on a rung (AMSP's factor s): 1 where replicated, `world` on "all"."""
         return prod(size for _, size in self.inner[: self.rung(rung)])
+
+    def neighbours(self) -> list[str]:
+        """Every flat group: neighbouring axes of more than one rank, inner first ("gpu+node")."""
+        names = [name for name, size in self.inner if size > 1]
+        pairs = combinations(range(len(names) + 1), 2)
+        return ["+".join(names[start:end]) for start, end in pairs if end - start > 1]
 
     def group_size(self, axes: str | Sequence[str]) -> int:
         """Number of ranks in a process group over one axis ("node") or several ("gpu+node"), any set of axes."""

@@ -12,7 +12,7 @@ from shardc.bound import _before_us, _bound, _Job, _lane_bound, _needed
 
 
 def jobs(*rows: tuple[str, float, list[int]]) -> list[_Job]:
-    return [_Job(us, lane, us, needs) for lane, us, needs in rows]
+    return [_Job(us, (lane,), us, needs) for lane, us, needs in rows]
 
 
 def test_a_job_begins_behind_its_longest_chain() -> None:
