@@ -24,7 +24,7 @@ class Strategy(NamedTuple):
 
 
 def _amsp() -> Iterator[Strategy]:
-    """Its nine triples: each of P, G, OS a full replica, a part (a host) or all; the gradients' is one of the others'."""
+    """Its nine triples: each of P, G, OS a full replica, a part (a host) or all; G is one of the others."""
     names = ("1", "part", "all")
     for p in range(3):
         for os in range(p, 3):
