@@ -215,10 +215,9 @@ class Program:
     def settle(self) -> None:
         """Has all ranks agree on the orders of this program, unless an earlier program's cover it: makes the variations
         that have all hops; the others follow these. All ranks call it together."""
-        forward, backward = self.halves
         if self.orders.find("forward", self.draft(Variant("forward"))) is None:
             self.refreshed()
-        if backward is not None and self.orders.find("backward", self.draft(Variant("backward"))) is None:
+        if self.halves[1] is not None and self.orders.find("backward", self.draft(Variant("backward"))) is None:
             self.variation(synced=True, accumulated={})
 
     def fit(self, limit_bytes: int) -> None:
