@@ -1,6 +1,7 @@
 """shardc: sharded training as a compiler. `model = shardc.compile(model, plan)`."""
 
 from passes.errors import Error
+from shardc.calibrate import calibrate
 from shardc.compile import compile
 from shardc.emulate import emulate
 from shardc.plan import Plan
@@ -20,6 +21,7 @@ __all__ = [
     "Program",
     "Timeline",
     "Topology",
+    "calibrate",
     "compile",
     "emulate",
     "load",

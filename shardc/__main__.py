@@ -1,4 +1,4 @@
-"""The command line: `python -m shardc draw | explain | simulate | opt`."""
+"""The command line: `python -m shardc draw | explain | simulate | opt | calibrate`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from passes.errors import Error
 from shardc import look, opt
+from shardc.calibrate import add_to as add_calibrate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     commands = found.add_subparsers(required=True, metavar="command")
     look.add_to(commands)
     opt.add_to(commands)
+    add_calibrate(commands)
     return found
 
 

@@ -28,7 +28,7 @@ from shardc.topology import Topology
 from shardc.trace import trace
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PLANS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "mics", "hpz")
+PLANS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "mics", "hpz", "zeropp", "frontier")
 
 
 def add_to(commands: Any) -> None:

@@ -1,0 +1,247 @@
+"""Calibrate: how fast the axes of the running job and its devices are, measured.
+
+    torchrun --nproc-per-node 4 -m shardc calibrate --out links.json
+
+Every axis is measured while all the groups along it are busy, which is how a step uses it. Of each kind of collective
+the time of a few sizes goes into a table; latency and bandwidth are fitted to the gathers and reduce-scatters, for
+sizes between and beyond.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from passes.errors import Error
+from shardc.links import Device, Link, Table, ring_steps
+from shardc.topology import Topology
+
+KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+SIZES = tuple(1 << n for n in range(12, 27, 2))
+"""Bytes of the full value of a collective."""
+SECONDS = 0.25
+"""for which a collective of one size is repeated, at least three times; a size that takes longer is the last"""
+Say = Callable[[str], None]
+
+
+def calibrate(
+    topology: Topology | None = None,
+    *,
+    sizes: Sequence[int] = SIZES,
+    out: str | Path | None = None,
+    progress: Say = lambda text: None,
+) -> Topology:
+    """The topology of the running job with measured links and device; the same on all ranks, which call it together.
+
+    topology: its shape (default: from the launcher). sizes: bytes of the full values that are moved. out: a JSON file
+    that `Topology.from_dict(json.load(file))` reads, written by rank 0. Raises `Error` without a process group, and
+    where the job is not of that shape.
+    """
+    topology = Topology.from_torchrun() if topology is None else topology
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in _backend() else torch.device("cpu")
+    mesh = topology.mesh(device.type)
+    links = {}
+    for axis, size in topology.inner:
+        tables = {kind: _table(kind, mesh.get_group(axis), size, sizes, device, progress) for kind in KINDS}
+        links[axis] = fitted({kind: table for kind, table in tables.items() if table}, size)
+    measured = _of_rank_0(topology.with_links(measured_device(device, progress), **links))
+    if out is not None and dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(measured.to_dict(), indent=2) + "\n", encoding="utf-8")
+    return measured
+
+
+def _backend() -> str:
+    if not dist.is_initialized():
+        raise Error(
+            "the process group is not initialised",
+            fix="torch.distributed.init_process_group(...) before, under torchrun; or python -m shardc calibrate",
+        )
+    return dist.get_backend()
+
+
+def _table(kind: str, group: Any, size: int, sizes: Sequence[int], device: torch.device, progress: Say) -> Table:
+    """(bytes that one rank sends, microseconds), rising; of a group of one rank, empty."""
+    points: list[tuple[int, float]] = []
+    for full_bytes in sorted(sizes) if size > 1 else ():
+        rounds = 2 if kind == "all_reduce" else 1
+        progress(f"measuring {kind} of {full_bytes:,} bytes over {size} ranks")
+        us = _slowest(_timed_us(_collective(kind, group, size, full_bytes, device), device), device)
+        points.append((rounds * full_bytes * (size - 1) // size, max([us, *(p[1] for p in points)])))
+        if us > SECONDS * 1e6:
+            break
+    return tuple(points)
+
+
+def _collective(kind: str, group: Any, size: int, full_bytes: int, device: torch.device) -> Callable[[], Any]:
+    full = torch.zeros(max(size, full_bytes // 4 // size * size), device=device)
+    part = full[: len(full) // size].clone()
+    if kind == "all_gather":
+        return lambda: dist.all_gather_into_tensor(full, part, group=group)
+    if kind == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(part, full, group=group)
+    if kind == "all_to_all":
+        other = torch.empty_like(full)
+        return lambda: dist.all_to_all_single(other, full, group=group)
+    return lambda: dist.all_reduce(full, group=group)
+
+
+def _timed_us(call: Callable[[], Any], device: torch.device) -> float:
+    """Median of a few; all ranks make as many calls, begun together."""
+    call()
+    once = _once_us(call, device)
+    count = max(3, min(50, int(SECONDS * 1e6 / max(1.0, _slowest(once, device)))))
+    return median(_once_us(call, device) for _ in range(count))
+
+
+def _once_us(call: Callable[[], Any], device: torch.device) -> float:
+    dist.barrier()
+    _end(device)
+    began = time.perf_counter()
+    call()
+    _end(device)
+    return (time.perf_counter() - began) * 1e6
+
+
+def _end(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _slowest(us: float, device: torch.device) -> float:
+    """Of all ranks."""
+    value = torch.tensor(us, dtype=torch.float64, device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def fitted(tables: Mapping[str, Table], size: int) -> Link:
+    """A link with tables, and the latency and bandwidth that fit them best, each point by its own size.
+
+    Least squares of t = steps * latency + sent / bandwidth, relative to t. A group of one rank has no tables: its link
+    takes no time.
+    """
+    points = [
+        (ring_steps(kind, size) / us, sent / us)
+        for kind in ("all_gather", "reduce_scatter")
+        for sent, us in tables.get(kind, ())
+    ]
+    if not points:
+        return Link(1e6, 0.0)
+    rows = torch.tensor(points, dtype=torch.float64)
+    latency_us, us_per_byte = torch.linalg.lstsq(rows, torch.ones(len(rows), 1, dtype=torch.float64)).solution[:, 0]
+    if latency_us < 0:
+        latency_us, us_per_byte = torch.tensor(0.0), 1 / rows[:, 1].median()
+    floor = min(us / sent for table in tables.values() for sent, us in table) / 2
+    return Link(1 / max(float(us_per_byte), floor) / 1e3, float(latency_us), tables)
+
+
+PRODUCT = {"cuda": 8192, "cpu": 1024}
+"""Rows and columns of the matrices that are multiplied."""
+COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+
+
+def measured_device(device: torch.device, progress: Say = lambda text: None) -> Device:
+    """How fast this rank's device multiplies matrices and copies memory, as it is reached (`efficiency` 1)."""
+    progress(f"measuring compute on {device}")
+    n, copied = PRODUCT[device.type], COPIED_BYTES[device.type]
+    tflops = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        a = torch.randn(n, n, device=device).to(dtype)
+        tflops[dtype] = 2 * n**3 / _repeated_us(lambda a=a: a @ a, device) / 1e6
+    x = torch.zeros(copied, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    memory_gb_per_s = 2 * copied / _repeated_us(lambda: y.copy_(x), device) / 1e3
+    slower = tflops[torch.bfloat16] / tflops[torch.float32]
+    return Device(_name(device), tflops[torch.bfloat16], memory_gb_per_s, _memory_gb(device), 1.0, slower)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def _memory_gb(device: torch.device) -> float:
+    """Of a CPU, this rank's part of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 1e9
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return host / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def _repeated_us(call: Callable[[], Any], device: torch.device) -> float:
+    found: list[float] = []
+    call()
+    while len(found) < 3 or (sum(found) < SECONDS * 1e6 and len(found) < 100):
+        _end(device)
+        began = time.perf_counter()
+        call()
+        _end(device)
+        found.append((time.perf_counter() - began) * 1e6)
+    return median(found)
+
+
+def _of_rank_0(topology: Topology) -> Topology:
+    """Ranks go by the same numbers."""
+    saved = [topology.to_dict()]
+    dist.broadcast_object_list(saved, src=0)
+    return Topology.from_dict(saved[0])
+
+
+# The command
+
+
+def add_to(commands: Any) -> None:
+    command = commands.add_parser("calibrate", help="measure the links and the devices of a job, under torchrun")
+    command.add_argument("--out", default="topology.json", help="the topology as JSON, for Plan and --topology")
+    command.add_argument("--axes", help='"node=2,gpu=4", outermost first (default: hosts and their ranks)')
+    command.set_defaults(run=run)
+
+
+def run(options: Any) -> None:
+    """Under torchrun or srun, on all ranks."""
+    topology = _spelled(options.axes) if options.axes else Topology.from_torchrun()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        first = dist.get_rank() == 0
+        measured = calibrate(topology, out=options.out, progress=_say if first else lambda text: None)
+        if first:
+            print(summary(measured))
+            print(f"written to {options.out}")
+    finally:
+        dist.destroy_process_group()
+
+
+def _spelled(axes: str) -> Topology:
+    try:
+        return Topology(**{name: int(size) for name, size in (pair.split("=") for pair in axes.split(","))})
+    except ValueError as error:
+        raise Error(f"--axes {axes!r} does not read", fix="--axes node=2,gpu=4, outermost first") from error
+
+
+def _say(text: str) -> None:
+    print(f"shardc: {text}", file=sys.stderr, flush=True)
+
+
+def summary(topology: Topology) -> str:
+    """A line an axis, and the device."""
+    device = topology.computes
+    lines = [f"{'axis':<8} {'ranks':>6} {'GB/s a rank':>12} {'latency us':>11}"]
+    for axis, size in topology.inner:
+        link = topology.link(axis)
+        lines.append(f"{axis:<8} {size:>6} {link.gb_per_s:>12.3f} {link.latency_us:>11.1f}")
+    lines.append(
+        f"{device.name}: {device.tflops:.2f} TFLOP/s in bf16, {device.slower_fp32:.1f} times as many as in fp32; "
+        f"copies at {device.memory_gb_per_s:.0f} GB/s; {device.memory_gb:.1f} GB"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,65 @@
+"""Calibrate: what is fitted to measured times, and that a job measures itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shardc
+from shardc.calibrate import fitted, summary
+from shardc.links import Link, ring_steps
+from world import run
+
+
+def table_of(link: Link, kind: str, size: int) -> tuple[tuple[int, float], ...]:
+    sent = [1 << n for n in range(12, 27, 2)]
+    return tuple((b, link.us(kind, b, size)) for b in sent)
+
+
+@pytest.mark.parametrize("link", [Link(50.0, 12.0), Link(0.05, 80.0), Link(300.0, 0.0)])
+@pytest.mark.parametrize("size", [2, 8])
+def test_latency_and_bandwidth_are_found_again(link: Link, size: int) -> None:
+    tables = {kind: table_of(link, kind, size) for kind in ("all_gather", "reduce_scatter")}
+    found = fitted(tables, size)
+    assert found.gb_per_s == pytest.approx(link.gb_per_s, rel=1e-3)
+    assert found.latency_us == pytest.approx(link.latency_us, abs=1e-3)
+    for kind, table in tables.items():
+        assert all(found.us(kind, sent, size) == pytest.approx(us) for sent, us in table)
+    assert found.us("broadcast", 1e6, size) == pytest.approx(link.us("broadcast", 1e6, size), rel=1e-2)
+
+
+def test_a_latency_below_nothing_is_none() -> None:
+    found = fitted({"all_gather": ((1000, 1.0), (10_000, 20.0), (100_000, 300.0))}, 2)
+    assert found.latency_us == 0.0 and 0.1 < found.gb_per_s < 2.0
+
+
+def test_a_group_of_one_rank_takes_no_time() -> None:
+    assert fitted({}, 1).us("all_gather", 0, 1) == ring_steps("all_gather", 1) == 0
+
+
+def measured(path: str) -> str:
+    found = shardc.calibrate(shardc.Topology(node=2, gpu=2), sizes=[1 << 12, 1 << 16, 1 << 20], out=path)
+    return json.dumps(found.to_dict())
+
+
+def test_a_job_measures_its_axes_and_all_ranks_have_the_same_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    found = run(measured, 4, str(path))
+    assert len(set(found)) == 1
+    topology = shardc.Topology.from_dict(json.loads(path.read_text()))
+    assert topology == shardc.Topology.from_dict(json.loads(found[0]))
+    for axis in ("node", "gpu"):
+        tables = topology.link(axis).tables
+        assert set(tables) == {"all_gather", "reduce_scatter", "all_to_all", "all_reduce"}
+        assert [sent for sent, _ in tables["all_gather"]] == [1 << 11, 1 << 15, 1 << 19]
+        assert [sent for sent, _ in tables["all_reduce"]] == [1 << 12, 1 << 16, 1 << 20]
+        assert topology.link(axis).gb_per_s > 0
+    assert topology.computes.tflops > 0 and topology.computes.memory_gb_per_s > 0
+    assert "GB/s a rank" in summary(topology)
+
+
+def test_without_a_process_group_it_says_what_to_do() -> None:
+    with pytest.raises(shardc.Error, match="not initialised(.|\n)*torchrun"):
+        shardc.calibrate(shardc.Topology(node=1, gpu=1))
