@@ -1,6 +1,7 @@
 """Fuse: hops of a chain over neighbouring axes become one flat collective over all of their ranks.
 
     def joint(w: f32[2, 4], x: f32[2, 8]):
+        ''
         a: f32[4, 4] = all_gather(w, 'node', 2, purpose='gather', params=['w'], again=True)
         b: f32[4, 4] = wait(a)
         c: f32[8, 4] = all_gather(b, 'gpu', 2, purpose='gather', params=['w'], again=True)
@@ -11,6 +12,7 @@
 becomes
 
     def joint(w: f32[2, 4], x: f32[2, 8]):
+        ''
         all_gather: f32[8, 4] = all_gather(w, 'gpu+node', 4, purpose='gather', params=['w'], again=True)
         wait: f32[8, 4] = wait(all_gather)
         interleave: f32[8, 4] = interleave(wait, [2, 2])

@@ -15,6 +15,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -157,7 +158,7 @@ def measured_device(device: torch.device, progress: Say = lambda text: None) -> 
     tflops = {}
     for dtype in (torch.bfloat16, torch.float32):
         a = torch.randn(n, n, device=device).to(dtype)
-        tflops[dtype] = 2 * n**3 / _repeated_us(lambda a=a: a @ a, device) / 1e6
+        tflops[dtype] = 2 * n**3 / _repeated_us(partial(torch.matmul, a, a), device) / 1e6
     x = torch.zeros(copied, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     memory_gb_per_s = 2 * copied / _repeated_us(lambda: y.copy_(x), device) / 1e3

@@ -250,7 +250,7 @@ class _Source:
 
     def start(self, node: fx.Node) -> str:
         hop, source = ops.hop(node), node.args[0]
-        lane = self.constant(self.lowering.lanes[hop.axis], f"lane_{hop.axis}")
+        lane = self.constant(self.lowering.lanes[hop.axis], f"lane_{hop.axis.replace('+', '_')}")
         in_place = hop.kind == "all_reduce" and ops.is_start(source) and len(source.users) == 1
         return f"{lane}.start({self.constant(hop, hop.purpose)}, {source.name}{', in_place=True' * in_place})"
 

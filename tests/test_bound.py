@@ -80,6 +80,6 @@ def _makespan(found: list[_Job], order: tuple[int, ...]) -> float:
     for i in order:
         if any(n not in end for n in found[i].needs):
             return float("inf")
-        begin = max([free[found[i].lane], *(end[n] for n in found[i].needs)])
-        end[i] = free[found[i].lane] = begin + found[i].us
+        begin = max([free[found[i].lanes[0]], *(end[n] for n in found[i].needs)])
+        end[i] = free[found[i].lanes[0]] = begin + found[i].us
     return max(end.values())

@@ -48,7 +48,25 @@ def fused(text: str) -> str:
 def test_a_gather_and_a_reduce_over_neighbouring_axes_are_one_hop_each_way() -> None:
     graph = fuse(parse(JOINT))
     verify({"w": LAYOUT}, joint=graph)
-    assert_expected_inline(to_text(graph, "joint"), """""")
+    assert_expected_inline(
+        to_text(graph, "joint"),
+        """\
+def joint(w: f32[2, 4], x: f32[2, 8], tangents_1: f32[2, 4]):
+    ''
+    all_gather: f32[8, 4] = all_gather(w, 'gpu+node', 4, params=['w'], again=True)
+    wait: f32[8, 4] = wait(all_gather)
+    interleave: f32[8, 4] = interleave(wait, [2, 2])
+    None
+    y: f32[2, 4] = mm(x, interleave)
+    t: f32[8, 2] = permute(x, [1, 0])
+    g: f32[8, 4] = mm(t, tangents_1)
+    ''
+    interleave_1: f32[8, 4] = interleave(g, [2, 2])
+    reduce_scatter: f32[2, 4] = reduce_scatter(interleave_1, 'gpu+node', 4, params=['w'])
+    wait_1: f32[2, 4] = wait(reduce_scatter)
+    return ([y], {'w': wait_1})
+""",
+    )
 
 
 def test_ranks_get_what_they_get_hop_by_hop() -> None:
@@ -81,7 +99,16 @@ def backward(g: f32[8, 4]):
     d: f32[8, 4] = wait(c)
     return {'w': d}
 """
-    assert_expected_inline(to_text(fuse(parse(text)), "backward"), """""")
+    assert_expected_inline(
+        to_text(fuse(parse(text)), "backward"),
+        """\
+def backward(g: f32[8, 4]):
+    ''
+    all_reduce: f32[8, 4] = all_reduce(g, 'gpu+node', 4, params=['w'])
+    wait: f32[8, 4] = wait(all_reduce)
+    return {'w': wait}
+""",
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +149,7 @@ def forward(w: f32[1, 4], v: f32[2, 4], x: f32[4, 4]):
 
 
 def linked(gb_per_s: float, latency_us: float) -> shardc.Topology:
-    node, gpu = Link(gb_per_s, latency_us), Link(1.0, 1.0)
+    node, gpu = Link(gb_per_s, latency_us), Link(1.0, 0.0)
     return shardc.Topology(node=8, gpu=8).with_links(Device("device", 1.0, 1.0, 1.0), node=node, gpu=gpu)
 
 

@@ -21,10 +21,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import shardc
 import train_gpt
 from train_gpt import GLOBAL_BATCH, MICRO_BATCHES, build_model, train
-
-import shardc
 
 AXES = ("node", "gpu")
 WIRES: dict[str, dict[str, Any]] = {
@@ -60,7 +59,7 @@ def main() -> int:
 
 def table(curves: dict[str, list[float]], sent: dict[str, dict[str, float]]) -> str:
     steps = len(next(iter(curves.values())))
-    shown = [step for step in range(50, steps + 1, 50)]
+    shown = list(range(50, steps + 1, 50))
     lines = [f"| wires | {' | '.join(f'step {step}' for step in shown)} | MB a step over node | over gpu |"]
     lines.append("|" + "---|" * (len(shown) + 3))
     for name, losses in curves.items():

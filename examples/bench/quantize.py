@@ -29,15 +29,14 @@ def main() -> None:
     torch.set_num_threads(1)
     x = torch.randn(ELEMENTS, device=DEVICE)
     other = torch.empty_like(x)
-    copied = rate(lambda: other.copy_(x))
+    copied = rate(lambda inputs: other.copy_(inputs[0]), x)
     print(f"torch {torch.__version__}, {DEVICE}, {x.nbytes / 1e6:.0f} MB of float32, blocks of {BLOCK}")
     print(f"copy: {copied:.2f} GB/s of the value\n")
     print("| format | quantize GB/s | of a copy | restore GB/s | of a copy | both, of a copy |")
     print("|---|---|---|---|---|---|")
     for wire in LARGEST:
         there, back = compiled(wire)
-        message = there([x])[0]
-        first, second = rate(lambda: there([x])), rate(lambda: back([message]))
+        first, second = rate(there, x), rate(back, there([x])[0])
         both = 1 / (1 / first + 1 / second)
         cells = (f"{first:.2f}", f"{first / copied:.2f}", f"{second:.2f}", f"{second / copied:.2f}")
         print(f"| {wire} | {' | '.join(cells)} | {both / copied:.2f} |", flush=True)
@@ -55,13 +54,13 @@ def compiled(wire: str) -> list[Callable[[list[torch.Tensor]], list[torch.Tensor
     return [_torch.compile_graph(in_aten(fx.GraphModule(torch.nn.Module(), graph))) for graph in graphs]
 
 
-def rate(call: Callable[[], object]) -> float:
+def rate(call: Callable[[list[torch.Tensor]], object], value: torch.Tensor) -> float:
     """GB of the value a second."""
     seconds = []
     for _ in range(23):
         wait()
         began = time.perf_counter()
-        call()
+        call([value])
         wait()
         seconds.append(time.perf_counter() - began)
     return 4 * ELEMENTS / statistics.median(seconds[3:]) / 1e9
