@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from passes.build import Writer
-from passes.insert import climb, descend
+from passes.insert import Param, climb, descend
 from passes.layout import Layout
 from shardc.testing import run_ranks
 from shardc.topology import Topology
@@ -162,8 +162,11 @@ def hops_of(layout: Layout, start: int, end: int) -> fx.Graph:
     with mode:
         x.meta["val"] = torch.empty(layout.rung_shape(start))
     write = Writer(graph, mode)
-    move = climb if start > end else descend
-    graph.output(move(write, x, layout, start, end, "gather" if start > end else "reduce"))
+    param = Param(layout, torch.float32, torch.float32, torch.float32, 1.0)
+    if start > end:
+        graph.output(climb(write, x, param, start, end, "gather"))
+    else:
+        graph.output(descend(write, x, param, start, end, "reduce"))
     return graph
 
 
