@@ -55,13 +55,23 @@ from passes.regions import blocks
 
 Cost = Callable[[fx.Node], float]
 """Microseconds of a node; of a start, how long its hop is on its lane."""
+LanesOf = Callable[[str], Sequence[str]]
+"""By axis, or by "gpu+node"."""
 
 
-def schedule(graph: fx.Graph, us: Cost | None = None, window_bytes: int | None = None) -> fx.Graph:
+def axes_of(axis: str) -> Sequence[str]:
+    """A lane an axis."""
+    return axis.split("+")
+
+
+def schedule(
+    graph: fx.Graph, us: Cost | None = None, window_bytes: int | None = None, lanes: LanesOf = axes_of
+) -> fx.Graph:
     """Edits the order in place. `us` is what each node takes; without it a stretch takes as long as four hops.
-    `window_bytes` bounds what is gathered ahead of the stretch that needs it (default: what the four largest need)."""
+    `window_bytes` bounds what is gathered ahead of the stretch that needs it (default: what the four largest need).
+    `lanes` says what a hop over an axis holds while it runs."""
     constants = graph.find_nodes(op="get_attr")
-    laid_out = lay_out(graph)
+    laid_out = lay_out(graph, lanes)
     tried = [Lanes(*laid_out, us, window_bytes, rules) for rules in _telling(laid_out[1])]
     orders = [lanes.order() for lanes in tried]
     best = min(range(len(tried)), key=lambda i: tried[i].now_us)
@@ -104,12 +114,12 @@ class Flight:
     """the last stretch that it needs"""
     due: int = 0
     """the first stretch that needs it; where none does, the number of stretches"""
+    lanes: Sequence[str] = ()
+    """a flat one holds several"""
 
     def __post_init__(self) -> None:
         hop = ops.hop(self.start)
         self.axis, self.size, self.climbs = hop.axis, hop.size, hop.kind == "all_gather"
-        self.lanes = hop.axis.split("+")
-        """a flat one holds several"""
 
     def meets(self, other: Flight) -> bool:
         """On a lane."""
@@ -122,7 +132,7 @@ class Flight:
         return next((f for f in self.after if f.start is relayed), None) if relayed else None
 
 
-def lay_out(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[Flight]]:
+def lay_out(graph: fx.Graph, lanes: LanesOf = axes_of) -> tuple[list[list[fx.Node]], list[Flight]]:
     """The stretches of compute, and the flights, both in the order of the graph."""
     lead = leading(graph)
     trail = _trailing(graph, lead)
@@ -138,6 +148,7 @@ def lay_out(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[Flight]]:
             _put_behind(node, number, of)
     for flight in reversed(flights):
         flight.due = min(_dues(flight, number, owner), default=len(stretches))
+        flight.lanes = lanes(flight.axis)
     return stretches, flights
 
 

@@ -74,7 +74,7 @@ class _Step:
             if is_start and variant.half == "backward":
                 needs = needs + self.results
             work = sent_us(node, self.topology) if is_start else us[node]
-            lanes = tuple(ops.hop(node).axis.split("+")) if is_start else (COMPUTE,)
+            lanes = self.topology.lanes(ops.hop(node).axis) if is_start else (COMPUTE,)
             self.jobs.append(_Job(us[node], lanes, work, needs))
         if variant.half == "backward":
             self.sums = {name: number[node] for name, node in outputs(graph).items()}

@@ -77,12 +77,12 @@ class World:
     def book(self, kind: str, axis: str, sent_bytes: int, size: int) -> Collective:
         """A place on the lanes of its axes."""
         takes_s = self._takes_s(kind, axis, sent_bytes, size)
-        axes = axis.split("+")
+        lanes = self.topology.lanes(axis)
         with self.lock:
             now_s = self._asked_s()
-            begin_s = max(now_s, *(self.free_s.get(a, 0.0) for a in axes))
+            begin_s = max(now_s, *(self.free_s.get(lane, 0.0) for lane in lanes))
             booked = Collective(kind, axis, sent_bytes, now_s, begin_s, begin_s + takes_s)
-            self.free_s |= dict.fromkeys(axes, booked.end_s)
+            self.free_s |= dict.fromkeys(lanes, booked.end_s)
             self.collectives.append(booked)
         return booked
 
@@ -273,13 +273,13 @@ class _Group(dist.ProcessGroup):
         self, booked: Collective | None, move: Callable[[], object], held: tuple[Any, ...]
     ) -> _StreamWork:
         """On the group's stream, memory moves while a kernel that only counts cycles lets the time pass."""
-        axes = self.axis.split("+") if booked else []
+        lanes = self.world.topology.lanes(self.axis) if booked else ()
         ready = torch.cuda.current_stream().record_event()
         self.aside.wait_event(ready)
         self.stream.wait_event(ready)
-        for axis in axes:
-            if axis in self.world.last:
-                self.stream.wait_event(self.world.last[axis])
+        for lane in lanes:
+            if lane in self.world.last:
+                self.stream.wait_event(self.world.last[lane])
         with torch.no_grad(), torch.cuda.stream(self.aside):
             move()
         with torch.cuda.stream(self.stream):
@@ -287,7 +287,7 @@ class _Group(dist.ProcessGroup):
                 torch.cuda._sleep(int((booked.end_s - booked.begin_s) * 1e6 * self.world.cycles_per_us))
             self.stream.wait_stream(self.aside)
             done = self.stream.record_event()
-        self.world.last |= dict.fromkeys(axes, done)
+        self.world.last |= dict.fromkeys(lanes, done)
         return _StreamWork(done, held)
 
     # One tensor each

@@ -33,6 +33,8 @@ class Link:
     """of one step of a ring"""
     tables: Mapping[str, Table] = field(default_factory=dict, hash=False)
     """by kind of collective; where there is one, it counts and the two numbers do not"""
+    lane: str = ""
+    """what links with the same lane share, one collective at a time: the parts of an axis that was split have one"""
 
     def __post_init__(self) -> None:
         if not (self.gb_per_s > 0 and self.latency_us >= 0):
@@ -56,12 +58,13 @@ class Link:
 
     def to_dict(self) -> dict[str, Any]:
         tables = {kind: [list(point) for point in table] for kind, table in self.tables.items()}
-        return {"gb_per_s": self.gb_per_s, "latency_us": self.latency_us} | ({"tables": tables} if tables else {})
+        saved: dict[str, Any] = {"gb_per_s": self.gb_per_s, "latency_us": self.latency_us}
+        return saved | ({"tables": tables} if tables else {}) | ({"lane": self.lane} if self.lane else {})
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Link:
         tables = {kind: tuple((int(b), float(us)) for b, us in t) for kind, t in saved.get("tables", {}).items()}
-        return cls(float(saved["gb_per_s"]), float(saved["latency_us"]), tables)
+        return cls(float(saved["gb_per_s"]), float(saved["latency_us"]), tables, saved.get("lane", ""))
 
 
 @dataclass(frozen=True)

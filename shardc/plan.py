@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
@@ -400,7 +399,7 @@ class Plan:
         A factor inside an axis splits it: `p=4` on `gpu=8` makes the plan's topology `gpu1=2, gpu0=4`. Raises `Error`
         for a factor that no split reaches.
         """
-        split = _split(topology, {"p": p, "g": g, "os": os})
+        split = topology.split((p, g, os))
         rungs = {split.shared_by(rung): rung for rung in reversed(range(len(split.axes) + 1))}
         return cls(split, params=rungs[p], grads=rungs[g], optim=rungs[os], **options)
 
@@ -580,46 +579,6 @@ def _inside(topology: Topology, preset: str) -> int:
             fix=f"split it by node: Topology(node=..., {topology.axes[0]}=...)",
         )
     return len(topology.axes) - 1
-
-
-def _split(topology: Topology, factors: dict[str, int]) -> Topology:
-    """The topology with each axis cut so that every factor is the size of a rung."""
-    for name, factor in factors.items():
-        _check_factor(topology, name, factor)
-    pairs: list[tuple[str, int]] = []
-    base = 1
-    for axis, size in topology.inner:
-        cuts = sorted({factor for factor in factors.values() if base < factor < base * size})
-        pairs += _parts(axis, [base, *cuts, base * size])
-        base *= size
-    axes, sizes = zip(*reversed(pairs), strict=True)
-    return Topology.from_dict({"axes": list(axes), "sizes": list(sizes)})
-
-
-def _check_factor(topology: Topology, name: str, factor: int) -> None:
-    reachable = {1}
-    base = 1
-    for _, size in topology.inner:
-        reachable |= {base * part for part in range(1, size + 1) if size % part == 0}
-        base *= size
-    if isinstance(factor, bool) or factor not in reachable:
-        raise Error(
-            f"amsp {name}={factor!r} cannot be reached on {topology}: a factor fills inner axes first, "
-            "then a divisor of the next",
-            fix=f"one of {', '.join(map(str, sorted(reachable)))}",
-        )
-
-
-def _parts(axis: str, sizes: list[int]) -> list[tuple[str, int]]:
-    """One axis cut at cumulative sizes, inner part first: [1, 4, 8] makes gpu0=4, gpu1=2."""
-    for small, large in pairwise(sizes):
-        if large % small:
-            raise Error(
-                f"amsp factors {small} and {large} do not nest: both cut axis {axis!r}",
-                fix="choose factors each of which divides the next",
-            )
-    ratios = [large // small for small, large in pairwise(sizes)]
-    return [(axis if len(ratios) == 1 else f"{axis}{i}", ratio) for i, ratio in enumerate(ratios)]
 
 
 def _parsed(text: str) -> dict[str, Any]:

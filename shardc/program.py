@@ -200,7 +200,7 @@ class Program:
         graph = self.run("relay", relay, graph)
         us = self.times_us(graph, half).__getitem__ if self.topology.links else None
         window_bytes = None if self.window == 1.0 else int(self.window * default_window(graph))
-        return self.run("schedule", schedule, graph, us, window_bytes)
+        return self.run("schedule", schedule, graph, us, window_bytes, self.topology.lanes)
 
     def _bucketed(self, graph: fx.Graph, half: str, order: Order | None = None) -> fx.Graph:
         links = self.topology.links

@@ -15,6 +15,7 @@ from torch import fx
 from passes import ops
 from passes.errors import Error
 from passes.regions import blocks
+from passes.schedule import LanesOf, axes_of
 from shardc.bound import bound_of
 from shardc.footprint import footprint
 from shardc.program import Program, Variant
@@ -40,7 +41,7 @@ def simulate(
         )
     calls = [(variant, program.graph(variant)) for variant in program.step(micro_batches)]
     times = {variant: program.times_us(graph, variant.half, topology) for variant, graph in dict(calls).items()}
-    clock = Clock()
+    clock = Clock(topology.lanes)
     for i, (variant, graph) in enumerate(calls):
         clock.run(graph, times[variant], _name(variant, i, program, micro_batches))
     held = footprint(program, calls, optimizer_states)
@@ -63,7 +64,8 @@ def _name(variant: Variant, index: int, program: Program, micro_batches: int) ->
 class Clock:
     """Runs graphs one after the other and writes down events."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: LanesOf = axes_of) -> None:
+        self.lanes = lanes
         self.now_us = 0.0
         self.last: dict[str, Event] = {}
         """of each lane"""
@@ -94,7 +96,7 @@ class Clock:
 
     def _start(self, node: fx.Node, us: float, graph: str, relayed: Event | None) -> None:
         hop = ops.hop(node)
-        lanes = hop.axis.split("+")
+        lanes = self.lanes(hop.axis)
         before_it = (relayed, *map(self.last.get, lanes))
         first = [before for before in before_it if before and before.end_us > self.now_us]
         behind = max(first, key=lambda before: before.end_us, default=None)

@@ -111,7 +111,7 @@ class Merging:
         """For a graph whose nodes take so long, on the topology."""
         lanes: Counter[str] = Counter()
         for node, takes_us in us.items():
-            for lane in ops.hop(node).axis.split("+") if ops.is_start(node) else [""]:
+            for lane in topology.lanes(ops.hop(node).axis) if ops.is_start(node) else [""]:
                 lanes[lane] += takes_us  # type: ignore[assignment]
         compute_us = lanes.pop("", 0) or 1.0
         return cls(topology, max(lanes.values(), default=0) / compute_us)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, pairwise
 from math import prod
 from operator import mul
 from typing import Any
@@ -78,6 +78,12 @@ class Topology:
         self._check_known(axis)
         self._check_links()
         return dict(self.links)[axis]
+
+    def lanes(self, axis: str) -> tuple[str, ...]:
+        """What a collective over an axis, or a flat one over several ("gpu+node"), holds while it runs: each axis, but
+        for the parts of one that was split, which share its link."""
+        links = dict(self.links)
+        return tuple(dict.fromkeys(links[a].lane or a if a in links else a for a in axis.split("+")))
 
     @property
     def computes(self) -> Device:
@@ -165,6 +171,40 @@ class Topology:
     def shared_by(self, rung: RungSpec) -> int:
         """Number of ranks that share one copy on a rung (AMSP's factor s): 1 where replicated, `world` on "all"."""
         return prod(size for _, size in self.inner[: self.rung(rung)])
+
+    def split(self, factors: Collection[int]) -> Topology:
+        """The same ranks and links, with axes cut so that every factor (of ranks that share one copy) is that of a
+        rung: `Topology(node=2, gpu=8).split([4])` has axes node=2, gpu1=2, gpu0=4. Raises `Error` for a factor that is
+        no divisor of an axis beyond the inner ones, and for two that cut one axis and do not divide each other."""
+        known = self._factors()
+        for factor in factors:
+            if isinstance(factor, bool) or factor not in known:
+                raise Error(
+                    f"a factor of {factor!r} cannot be reached on {self}: it fills inner axes first, then a divisor of "
+                    "the next",
+                    fix=f"one of {', '.join(map(str, known))}",
+                )
+        parts: list[tuple[str, int]] = []
+        links: dict[str, Link] = {}
+        base = 1
+        for axis, size in self.inner:
+            cuts = sorted({factor for factor in factors if base < factor < base * size})
+            found = _parts(axis, [base, *cuts, base * size])
+            parts += found
+            if self.links:
+                own = self.link(axis)
+                links |= {name: replace(own, lane=own.lane or axis) if cuts else own for name, _ in found}
+            base *= size
+        new = _topology(parts[::-1])
+        return new.with_links(self.computes, **links) if links else new
+
+    def _factors(self) -> list[int]:
+        """Of ranks that a rung can have where axes are split, ascending."""
+        found, base = {1}, 1
+        for _, size in self.inner:
+            found |= {base * part for part in range(1, size + 1) if size % part == 0}
+            base *= size
+        return sorted(found)
 
     def neighbours(self) -> list[str]:
         """Every flat group: neighbouring axes of more than one rank, inner first ("gpu+node")."""
@@ -275,6 +315,18 @@ class Topology:
         ranks = torch.arange(self.world).view(self.sizes)
         inner_first = ranks.permute(*reversed(range(len(self.sizes)))).flatten().view(self.sizes[::-1])
         return DeviceMesh(device_type, inner_first, mesh_dim_names=self.axes[::-1])
+
+
+def _parts(axis: str, sizes: list[int]) -> list[tuple[str, int]]:
+    """One axis cut at cumulative sizes, inner part first: [1, 4, 8] makes gpu0=4, gpu1=2."""
+    for small, large in pairwise(sizes):
+        if large % small:
+            raise Error(
+                f"factors {small} and {large} do not nest: both cut axis {axis!r}",
+                fix="choose factors each of which divides the next",
+            )
+    ratios = [large // small for small, large in pairwise(sizes)]
+    return [(axis if len(ratios) == 1 else f"{axis}{i}", ratio) for i, ratio in enumerate(ratios)]
 
 
 def _topology(pairs: list[tuple[Any, Any]]) -> Topology:

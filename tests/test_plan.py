@@ -172,10 +172,10 @@ def test_amsp_splits_an_axis_where_a_factor_is_inside_it(topology, factors, spli
 @pytest.mark.parametrize(
     ("topology", "factors", "wrong"),
     [
-        (TWO, (3, 4, 8), "amsp p=3 cannot be reached on Topology(node=2, gpu=4)"),
-        (TWO, (1, 1, 16), "amsp os=16 cannot be reached"),
-        (TWO, (1, 0, 4), "amsp g=0 cannot be reached"),
-        (Topology(gpu=6), (2, 3, 6), "amsp factors 2 and 3 do not nest: both cut axis 'gpu'"),
+        (TWO, (3, 4, 8), "a factor of 3 cannot be reached on Topology(node=2, gpu=4)"),
+        (TWO, (1, 1, 16), "a factor of 16 cannot be reached"),
+        (TWO, (1, 0, 4), "a factor of 0 cannot be reached"),
+        (Topology(gpu=6), (2, 3, 6), "factors 2 and 3 do not nest: both cut axis 'gpu'"),
         (Topology(gpu0=2, gpu=8), (2, 2, 2), "an axis is named twice"),
         (TWO, (8, 4, 4), "optim must be at or above params"),
     ],
