@@ -7,6 +7,7 @@ from shardc.emulate import emulate
 from shardc.plan import Plan
 from shardc.program import Program
 from shardc.quantized import quantization_error
+from shardc.search import search
 from shardc.simulate import simulate
 from shardc.strategies import strategies
 from shardc.timeline import Timeline
@@ -27,6 +28,7 @@ __all__ = [
     "load",
     "programs",
     "quantization_error",
+    "search",
     "simulate",
     "strategies",
     "trace",

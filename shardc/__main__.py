@@ -1,4 +1,4 @@
-"""The command line: `python -m shardc draw | explain | simulate | opt | calibrate`."""
+"""The command line: `python -m shardc plan | explain | draw | simulate | calibrate | doctor | opt`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from passes.errors import Error
 from shardc import look, opt
 from shardc.calibrate import add_to as add_calibrate
+from shardc.doctor import add_to as add_doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     look.add_to(commands)
     opt.add_to(commands)
     add_calibrate(commands)
+    add_doctor(commands)
     return found
 
 

@@ -26,7 +26,7 @@ from passes.verify import verify
 from shardc import _torch
 from shardc.agree import agree
 from shardc.breaks import captured_call
-from shardc.capture import capture, own_code
+from shardc.capture import Captured, capture, own_code
 from shardc.check import check_inputs, check_model, check_result
 from shardc.lower import Lowering, check_backend
 from shardc.measure import check_measurable
@@ -53,19 +53,26 @@ def build(
     """Dynamo's graph of one call -> a program. `names` tells the hollow parameters and the buffers among the inputs;
     `orders` are those that the ranks agreed on before; `timed` compiles regions, where they are to be measured."""
     captured = run("capture", capture, module, inputs, names)
-    own = {node: params[name] for node, name in captured.params.items()}
-    layouts = {node: param.layout for node, param in own.items()}
     joint = run("decompose", decompose, captured.graph)
-    joint = run("insert", insert, joint, own)
-    run("verify", verify, layouts, joint=joint)
-    halves = run("partition", partition if captured.trains else forward_only, joint, captured.params)
-    run("verify", verify, layouts, forward=halves[0], backward=halves[1])
-    program = Program(captured, own, params, plan, halves, run, orders)
+    program = sharded(captured, joint, params, plan, run, orders)
     if timed:
         run("measure", measure_regions, program, timed)
     if plan.memory_limit is not None:
         program.fit(plan.memory_limit)
     return program
+
+
+def sharded(
+    captured: Captured, joint: fx.Graph, params: Mapping[str, Param], plan: Plan, run: Runner, orders: Orders
+) -> Program:
+    """What is left to do once there is a joint graph, for one plan of many. Edits it in place."""
+    own = {node: params[name] for node, name in captured.params.items()}
+    layouts = {node: param.layout for node, param in own.items()}
+    joint = run("insert", insert, joint, own)
+    run("verify", verify, layouts, joint=joint)
+    halves = run("partition", partition if captured.trains else forward_only, joint, captured.params)
+    run("verify", verify, layouts, forward=halves[0], backward=halves[1])
+    return Program(captured, own, params, plan, halves, run, orders)
 
 
 def decompose(graph: fx.Graph) -> fx.Graph:

@@ -1,5 +1,6 @@
-"""Look: the commands `draw`, `explain` and `simulate`, for models on the meta device and any world size.
+"""Look: the commands `plan`, `draw`, `explain` and `simulate`, for models on the meta device and any world size.
 
+python -m shardc plan --model gpt --topology dgx-h100 --nodes 128 --memory 80GB
 python -m shardc explain --model gpt --plan zero3 --topology dgx-h100 --nodes 8
 python -m shardc simulate --model hf:config.json --plan IIG --topology a800 --nodes 16 --trace trace.json
 python -m shardc draw --model gpt --layers 80 --plan hpz --topology frontier --nodes 48 --out out
@@ -23,6 +24,7 @@ from passes.errors import Error
 from shardc.explain import explain
 from shardc.plan import Plan
 from shardc.program import Program
+from shardc.search import search
 from shardc.simulate import simulate
 from shardc.topology import Topology
 from shardc.trace import trace
@@ -32,8 +34,9 @@ PLANS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "mics", "hpz", "zeropp", "fro
 
 
 def add_to(commands: Any) -> None:
-    """The three commands."""
+    """The four commands."""
     for run, says in (
+        (plan_it, "the best plans"),
         (draw_it, "pictures of the graphs"),
         (explain_it, "a table of collectives"),
         (simulate_it, "a timeline"),
@@ -43,9 +46,6 @@ def add_to(commands: Any) -> None:
                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
         it.add_argument("--model", required=True, help="gpt, or hf:CONFIG.json with a config of transformers")
         it.add_argument(
-            "--plan", required=True, help=f"{', '.join(PLANS)}, letters of PaRO (IIG), or a plan's JSON file"
-        )
-        it.add_argument(
             "--topology", required=True, help="a preset (dgx-h100, a800, frontier, ...) or a topology's JSON file"
         )
         it.add_argument("--nodes", type=int, default=2, help="hosts, for a preset (default: 2)")
@@ -53,14 +53,41 @@ def add_to(commands: Any) -> None:
         it.add_argument("--batch", type=int, default=1, help="sequences a rank and micro-batch (default: 1)")
         it.add_argument("--sequence", type=int, default=2048, help="tokens in one (default: 2048)")
         it.add_argument("--micro-batches", type=int, default=1, help="a step (default: 1)")
-        it.add_argument("--dtype", choices=DTYPES, default="bf16", help="that named plans compute in (default: bf16)")
-        it.add_argument("--unfold", action="store_true", help="every layer on its own, equal or not")
+        it.add_argument("--dtype", choices=DTYPES, default="bf16", help="that plans compute in (default: bf16)")
         it.set_defaults(run=run)
+        if name == "plan":
+            it.add_argument("--memory", help='what a rank may hold: "80GB" (default: what its device has)')
+            it.add_argument("--gather-wires", nargs="*", default=(), help="formats that gathers may have: int8 ...")
+            it.add_argument("--reduce-wires", nargs="*", default=(), help="formats that reductions may have: int4 ...")
+            it.add_argument("--out", default="plan.json", help="the best plan as JSON (default: plan.json)")
+            continue
+        it.add_argument(
+            "--plan", required=True, help=f"{', '.join(PLANS)}, letters of PaRO (IIG), or a plan's JSON file"
+        )
+        it.add_argument("--unfold", action="store_true", help="every layer on its own, equal or not")
         if name == "draw":
             it.add_argument("--out", default="out", help="the folder (default: out)")
         if name == "simulate":
             it.add_argument("--svg", help="a picture of the timeline")
             it.add_argument("--trace", help="a file for Perfetto")
+
+
+def plan_it(options: argparse.Namespace) -> None:
+    topology = topology_of(options.topology, options.nodes)
+    model, call = model_of(options.model, options.layers)
+    found = search(
+        model,
+        topology,
+        memory=options.memory,
+        micro_batches=options.micro_batches,
+        gather_wires=options.gather_wires,
+        reduce_wires=options.reduce_wires,
+        param_dtype=DTYPES[options.dtype],
+        **call(_ids(options)),
+    )
+    print(found)
+    found.plan.save(options.out)
+    print(f"\nwritten to {options.out}")
 
 
 def draw_it(options: argparse.Namespace) -> None:
@@ -87,9 +114,12 @@ def program_of(options: argparse.Namespace) -> Program:
     topology = topology_of(options.topology, options.nodes)
     plan = plan_of(options.plan, topology, DTYPES[options.dtype])
     model, call = model_of(options.model, options.layers)
-    ids = torch.zeros((options.batch, options.sequence), dtype=torch.long, device="meta")
     print(f"tracing {options.model} under {options.plan} on {plan.topology} ...", file=sys.stderr, flush=True)
-    return trace(model, plan, keep=False, **call(ids))
+    return trace(model, plan, keep=False, **call(_ids(options)))
+
+
+def _ids(options: argparse.Namespace) -> Tensor:
+    return torch.zeros((options.batch, options.sequence), dtype=torch.long, device="meta")
 
 
 def topology_of(name: str, nodes: int) -> Topology:

@@ -142,7 +142,7 @@ class Plan:
         _check_options(param_dtype, reduce_dtype, reduce)
         changes = _normalised(topology, overrides)
         dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-        limit = _memory_limit(memory_limit)
+        limit = bytes_of(memory_limit)
         down = _wire(topology, "reduce_wire", reduce_wire)
         _check_summed(topology, row, down)
         _check_chain(topology, chain)
@@ -213,7 +213,7 @@ class Plan:
         `named` gives (full shape, master dtype, trainable) by name; the bytes are those of `state_bytes`.
         """
         size = state_bytes(self, named, optimizer_states)
-        held = _held_bytes(self, named)
+        held = held_bytes(self, named)
         lines = [str(self), "", f"{'state':<14} {'rung':<16} {'ranks a copy':>12} {'MiB a rank':>12}  what"]
         lines += [
             self._line("params", size["copies"], self._copies_note(size["copies"])),
@@ -312,6 +312,20 @@ class Plan:
         for what, wire in (("gathers", self.gather_wire), ("reduces", self.reduce_wire)):
             text += "".join(f", {what} over {axis} in {form}" for axis, form in wire)
         return text + (f", {_counted(len(self.overrides), 'override')}" if self.overrides else "")
+
+    @staticmethod
+    def diff(a: Plan, b: Plan, named: Mapping[str, Parameter] | None = None, micro_batches: int = 1) -> str:
+        """What differs between two plans, a line each; nothing where they are equal.
+
+        With parameters (full shape, master dtype, trainable) by name also MiB a rank at rest, and what a rank sends
+        over each axis in a step of some micro-batches.
+        """
+        ours, theirs = _as_lines(a, named, micro_batches), _as_lines(b, named, micro_batches)
+        keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+        width, first = (max([0, *map(len, texts)]) for texts in (keys, (ours.get(key, "-") for key in keys)))
+        return "\n".join(
+            f"{key:<{width}}  {ours.get(key, '-'):<{first}}  {theirs.get(key, '-')}".rstrip() for key in keys
+        )
 
     @classmethod
     def legal(cls, topology: Topology) -> list[Plan]:
@@ -442,7 +456,7 @@ def _layout_bytes(plan: Plan, layout: Layout, dtype: torch.dtype, optimizer_stat
     }
 
 
-def _held_bytes(plan: Plan, named: Mapping[str, Parameter]) -> int:
+def held_bytes(plan: Plan, named: Mapping[str, Parameter]) -> int:
     """Bytes of the values that the forward hands to the backward because after_forward is below params."""
     layouts = plan.layouts({name: (shape, trainable) for name, (shape, _, trainable) in named.items()})
     return sum(
@@ -455,6 +469,24 @@ def _held_bytes(plan: Plan, named: Mapping[str, Parameter]) -> int:
 def _compute_dtype(plan: Plan, dtype: torch.dtype) -> torch.dtype:
     """Integer parameters (frozen, quantised) are never cast."""
     return plan.param_dtype or dtype if dtype.is_floating_point else dtype
+
+
+def _as_lines(plan: Plan, named: Mapping[str, Parameter] | None, micro_batches: int) -> dict[str, str]:
+    """What `Plan.diff` compares."""
+    from shardc.cost import step_bytes
+
+    lines = {"topology": repr(plan.topology), "links": "; ".join(f"{axis} {link}" for axis, link in plan.topology.links)}
+    for state, rung in plan.default._asdict().items():
+        shared = plan.topology.shared_by(rung)
+        lines[state] = f"{plan.topology.rung_name(rung)} ({shared} rank{'s' * (shared > 1)} a copy)"
+    lines |= {f"override {pattern}": _spelled(plan.topology, changes) for pattern, changes in plan.overrides}
+    for key in (*DTYPES, "reduce", "memory_limit", *WIRES, "chain"):
+        lines[key] = str(getattr(plan, key))
+    if named is not None:
+        lines |= {f"MiB at rest, {kind}": _mib(n) for kind, n in state_bytes(plan, named).items()}
+        sent = step_bytes(plan, named, micro_batches)
+        lines |= {f"MiB sent a step, {move} over {axis}": _mib(n) for (move, axis), n in sent.items() if n}
+    return lines
 
 
 def _rung(topology: Topology, state: str, spec: RungSpec) -> int:
@@ -534,13 +566,13 @@ def _check_chain(topology: Topology, chain: object) -> None:
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def _memory_limit(limit: object) -> int | None:
+def bytes_of(limit: object, name: str = "memory_limit") -> int | None:
     """In bytes."""
     if isinstance(limit, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B)\s*", limit, re.IGNORECASE)
         limit = int(float(match[1]) * _UNITS[match[2].upper()]) if match else limit
     if limit is not None and not (type(limit) is int and limit > 0):
-        raise Error(f"memory_limit is {limit!r}", fix="bytes, or a text such as '80GB' or '74.5GiB', or None")
+        raise Error(f"{name} is {limit!r}", fix="bytes, or a text such as '80GB' or '74.5GiB', or None")
     return limit
 
 

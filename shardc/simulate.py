@@ -39,11 +39,7 @@ def simulate(
             f"The program is for {program.topology}, not for {topology}.",
             fix="Trace it with a plan for the topology that is meant.",
         )
-    calls = [(variant, program.graph(variant)) for variant in program.step(micro_batches)]
-    times = {variant: program.times_us(graph, variant.half, topology) for variant, graph in dict(calls).items()}
-    clock = Clock(topology.lanes)
-    for i, (variant, graph) in enumerate(calls):
-        clock.run(graph, times[variant], _name(variant, i, program, micro_batches))
+    calls, clock = clocked(program, topology, micro_batches)
     held = footprint(program, calls, optimizer_states)
     points = (point for call in zip(clock.began, held.levels, strict=True) for point in zip(*call, strict=True))
     return Timeline(
@@ -54,6 +50,18 @@ def simulate(
         held.rest_bytes,
         held.peak,
     )
+
+
+def clocked(
+    program: Program, topology: Topology, micro_batches: int
+) -> tuple[list[tuple[Variant, fx.Graph]], Clock]:
+    """The calls of a step, and the clock that they have gone through."""
+    calls = [(variant, program.graph(variant)) for variant in program.step(micro_batches)]
+    times = {variant: program.times_us(graph, variant.half, topology) for variant, graph in dict(calls).items()}
+    clock = Clock(topology.lanes)
+    for i, (variant, graph) in enumerate(calls):
+        clock.run(graph, times[variant], _name(variant, i, program, micro_batches))
+    return calls, clock
 
 
 def _name(variant: Variant, index: int, program: Program, micro_batches: int) -> str:

@@ -176,7 +176,7 @@ class Topology:
         """The same ranks and links, with axes cut so that every factor (of ranks that share one copy) is that of a
         rung: `Topology(node=2, gpu=8).split([4])` has axes node=2, gpu1=2, gpu0=4. Raises `Error` for a factor that is
         no divisor of an axis beyond the inner ones, and for two that cut one axis and do not divide each other."""
-        known = self._factors()
+        known = self.factors()
         for factor in factors:
             if isinstance(factor, bool) or factor not in known:
                 raise Error(
@@ -198,7 +198,7 @@ class Topology:
         new = _topology(parts[::-1])
         return new.with_links(self.computes, **links) if links else new
 
-    def _factors(self) -> list[int]:
+    def factors(self) -> list[int]:
         """Of ranks that a rung can have where axes are split, ascending."""
         found, base = {1}, 1
         for _, size in self.inner:

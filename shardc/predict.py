@@ -1,0 +1,209 @@
+"""Predict: a step of a model under many plans, captured once, and of a deep model from two shallow ones.
+
+The order that `passes.schedule` finds for a stack of equal layers repeats itself with every layer, but for the first and
+the last few. So a deep model is captured with a few layers and with some more; what a plan makes of both is simulated,
+and goes on to the model's own depth in a straight line: times, bytes that are moved, memory. A model without such a
+stack is captured as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from passes.build import copy
+from passes.order import Orders
+from shardc.compile import sharded
+from shardc.footprint import footprint
+from shardc.model import named, params_of
+from shardc.plan import Plan
+from shardc.program import Program
+from shardc.runner import Runner
+from shardc.simulate import clocked
+from shardc.stacks import shortened, stacks
+from shardc.timeline import COMPUTE, Event
+from shardc.trace import trace
+
+DEPTHS = (6, 9)
+"""Layers that a stack is captured with, at least."""
+ALIKE = 3
+"""Micro-batches that are simulated: the first, the last, and one for all between."""
+WINDOWS = (1.0, 0.25, 0.0)
+"""Of what the schedule would like to gather ahead, what it may, until memory suffices."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """An optimizer step of some micro-batches, as it is foretold; microseconds and bytes of one rank."""
+
+    plan: Plan
+    step_us: float
+    """with the optimizer's own reads and writes"""
+    compute_us: float
+    update_us: float
+    """of the optimizer"""
+    lanes_us: dict[str, float]
+    """by axis: how long it is busy"""
+    moves_us: dict[tuple[str, str], float]
+    """by (move, axis), on their lanes"""
+    exposed_us: dict[tuple[str, str], float]
+    """by (move, axis): how long compute waits"""
+    held_bytes: dict[str, float]
+    """by kind, at the peak"""
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.held_bytes.values())
+
+
+class Predictor:
+    """Captures a model's call once, for all plans of a topology that says how fast it is."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: Plan,
+        *args: Any,
+        progress: Callable[[str], None] = lambda text: None,
+        **kwargs: Any,
+    ):
+        """`base` is any plan; those that are asked for differ from it in rungs, topology and wires."""
+        self.topology = base.topology
+        self.topology.computes  # noqa: B018 (it raises where there are no links)
+        self.stacks = found = stacks(model)
+        self.depth = len(found[0].layers) if found else 0
+        self.traced: dict[int, Program] = {}
+        self.parameters: dict[int, dict[str, nn.Parameter]] = {}
+        for depth in self._depths(found[0].period, max(s.front for s in found)) if found else [0]:
+            progress(f"tracing with {depth} of {self.depth} layers" if depth != self.depth else "tracing")
+            with shortened(found if depth != self.depth else [], depth):
+                self.traced[depth] = trace(model, base, *args, keep=True, **kwargs)
+                self.parameters[depth] = named(model)
+
+    def _depths(self, period: int, front: int) -> list[int]:
+        """Two that end with the same kind of layer as the model does; its own, where that is no deeper."""
+        first = max(DEPTHS[0], front + period)
+        first += (self.depth - first) % period
+        second = first + -(-(DEPTHS[1] - DEPTHS[0]) // period) * period
+        return [first, second] if second < self.depth else [self.depth]
+
+    def __call__(
+        self, plan: Plan, micro_batches: int = 1, *, optimizer_states: int = 2, memory_bytes: int | None = None
+    ) -> Prediction:
+        """Of a step under a plan. Less is gathered ahead, if that is needed to stay below `memory_bytes`."""
+        programs = {depth: self.program(plan, depth) for depth in self.traced}
+        for window in WINDOWS:
+            found = [
+                (weight, predicted(_with_window(programs[depth], window), micro_batches, optimizer_states))
+                for depth, weight in self._weights().items()
+            ]
+            prediction = _sum(found)
+            if memory_bytes is None or prediction.peak_bytes <= memory_bytes:
+                break
+        return prediction
+
+    def on_line(self, of: Callable[[Program], float]) -> float:
+        """A number of the captured programs, as it is of the whole model."""
+        values = {depth: of(program) for depth, program in self.traced.items()}
+        return sum(weight * values[depth] for depth, weight in self._weights().items())
+
+    def changed(
+        self, before: Prediction, plan: Plan, micro_batches: int = 1, *, optimizer_states: int = 2
+    ) -> Prediction:
+        """What becomes of a prediction of the whole model, where layers of its deepest capture have other rows."""
+        depth = max(self.traced)
+        was, now = (predicted(self.program(it, depth), micro_batches, optimizer_states) for it in (before.plan, plan))
+        per_layer = self.depth / depth if self.depth else 1.0
+        return _sum([(1.0, before), (per_layer, now), (-per_layer, was)])
+
+    def layer_of(self, name: str) -> str:
+        """The layer of a stack that a parameter is of, or ''."""
+        for stack in self.stacks:
+            if name.startswith(f"{stack.name}."):
+                return f"{stack.name}.{name.removeprefix(stack.name + '.').split('.')[0]}"
+        return ""
+
+    def program(self, plan: Plan, depth: int) -> Program:
+        """The captured call of so many layers under a plan."""
+        traced = self.traced[depth]
+        params = params_of(plan, self.parameters[depth])
+        joint = copy(traced.after("decompose")[0])
+        return sharded(traced.captured, joint, params, plan, Runner(), Orders())
+
+    def _weights(self) -> dict[int, float]:
+        """Of the captured depths, on the straight line through them to the model's own."""
+        if len(self.traced) == 1:
+            return dict.fromkeys(self.traced, 1.0)
+        low, high = sorted(self.traced)
+        at = (self.depth - low) / (high - low)
+        return {low: 1 - at, high: at}
+
+
+def _with_window(program: Program, window: float) -> Program:
+    return replace(program, window=window, made={}, orders=Orders())
+
+
+def _sum(terms: Sequence[tuple[float, Prediction]]) -> Prediction:
+    """Weighted. Nothing is less than nothing."""
+    first = terms[0][1]
+    values: dict[str, Any] = {}
+    for name, value in vars(first).items():
+        if isinstance(value, dict):
+            keys = dict.fromkeys(key for _, it in terms for key in getattr(it, name))
+            sums = {key: sum(weight * getattr(it, name).get(key, 0.0) for weight, it in terms) for key in keys}
+            values[name] = {key: max(0.0, total) for key, total in sums.items()}
+        elif name != "plan":
+            values[name] = sum(weight * getattr(it, name) for weight, it in terms)
+    return replace(first, **values)
+
+
+def predicted(program: Program, micro_batches: int, optimizer_states: int = 2) -> Prediction:
+    """Of a program as it is, by simulation."""
+    simulated = min(micro_batches, ALIKE)
+    calls, clock = clocked(program, program.topology, simulated)
+    begins_us = [began[0] for began in clock.began]
+    took_us = [end - begin for begin, end in pairwise([*begins_us, clock.now_us])]
+    times = [_stands_for(i * simulated // len(calls), micro_batches) for i in range(len(calls))]
+    busy: Counter[str] = Counter()
+    moved: Counter[tuple[str, str]] = Counter()
+    exposed: Counter[tuple[str, str]] = Counter()
+    for event in clock.events:
+        n = _stands_for(int((*event.graph.split(), 0)[1]), micro_batches)
+        busy[event.lane] += n * event.us  # type: ignore[assignment]
+        if event.hop:
+            moved[move_of(event), event.lane] += n * event.us  # type: ignore[assignment]
+            exposed[move_of(event), event.lane] += n * event.exposed_us  # type: ignore[assignment]
+    update_us = _update_us(program, optimizer_states)
+    step_us = sum(n * us for n, us in zip(times, took_us, strict=True)) + update_us
+    compute_us = busy.pop(COMPUTE, 0.0)
+    held = {kind: float(size) for kind, size in footprint(program, calls, optimizer_states).peak.by_kind.items()}
+    return Prediction(program.plan, step_us, compute_us, update_us, dict(busy), dict(moved), dict(exposed), held)
+
+
+def _stands_for(batch: int, micro_batches: int) -> int:
+    """How many micro-batches one that is simulated stands for: the second for all but the first and the last."""
+    return micro_batches - ALIKE + 1 if batch == 1 and micro_batches > ALIKE else 1
+
+
+def move_of(event: Event) -> str:
+    """Of the ladder, as `shardc.cost.MOVES` calls them."""
+    assert event.hop
+    purpose = event.hop.purpose
+    return f"{event.graph.split()[0]} gather" if purpose == "gather" else purpose
+
+
+def _update_us(program: Program, optimizer_states: int) -> float:
+    """The optimizer reads gradients, and reads and writes masters and its state; nothing else happens meanwhile."""
+    total = 0
+    for param in program.registered.values():
+        if param.layout.trainable:
+            own = prod(param.layout.rung_shape(param.layout.optim)) * param.master_dtype.itemsize
+            total += own * (1 + 2 * (1 + optimizer_states))
+    device = program.topology.computes
+    return total / device.memory_gb_per_s / device.efficiency / 1e3

@@ -1,0 +1,334 @@
+"""Space: every legal plan on a topology, factors inside axes included, and what closed forms say of each.
+
+A factor is the number of ranks that share one copy of a state (AMSP, arXiv 2311.00257); one that lies inside an axis
+splits it. Of Phi bytes the hops of a move from factor h to factor l send, over all parts of an axis together,
+
+    Phi (1/l - 1/h)        with l and h brought into the range of factors of the axis
+
+in however many hops; an all-reduce over the rest of an axis, n ranks, 2 (n-1)/n of Phi over the optimizer's factor.
+
+Two numbers say how good a plan can be. It holds at least what rests between a forward and its backward. And its step
+takes at least as long as its busiest lane, and as compute with what nothing can hide: gathers of what the first op
+needs, and reductions of what the last op makes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import accumulate, pairwise, product
+from operator import mul
+from typing import Any, NamedTuple
+
+from torch import fx, nn
+
+from passes import ops
+from passes.build import outputs, placeholders
+from passes.memory import lives
+from passes.schedule import Flight, lay_out
+from passes.wire import BITS, CASTS, SCALE_BYTES
+from shardc.model import compute_dtype
+from shardc.plan import Plan
+from shardc.predict import Predictor
+from shardc.program import Program, Variant
+from shardc.topology import Topology
+
+BLOCK = 256
+"""Elements that share a scale in wires of these plans."""
+
+
+class Factors(NamedTuple):
+    """How many ranks share one copy of each state."""
+
+    params: int
+    after_forward: int
+    grads: int
+    optim: int
+
+
+class Wiring(NamedTuple):
+    """A format over the outermost axes, so many of them, up and down the ladder."""
+
+    up: str = ""
+    up_axes: int = 0
+    down: str = ""
+    down_axes: int = 0
+
+
+def rows(topology: Topology) -> Iterator[Factors]:
+    """Every legal row: 14 on an axis of 2, 2431 on 128 hosts of 8."""
+    known = topology.factors()
+    for optim in known:
+        below = [factor for factor in known if factor <= optim]
+        for params, grads in product(below, repeat=2):
+            for after_forward in (factor for factor in below if factor <= params):
+                row = Factors(params, after_forward, grads, optim)
+                if all(b % a == 0 for a, b in pairwise(sorted({*row}))):
+                    yield row
+
+
+def wirings(topology: Topology, up: Collection[str], down: Collection[str]) -> list[Wiring]:
+    """Without any, and with each format over the outermost axis, the outermost two, and so on."""
+    counts = range(1, len(topology.axes) + 1)
+    ups = [("", 0), *product(up, counts)]
+    downs = [("", 0), *product(down, counts)]
+    return [Wiring(*u, *d) for u, d in product(ups, downs)]
+
+
+class Group(NamedTuple):
+    """What parameters have in common."""
+
+    master_bytes: int
+    """of an element"""
+    weight_bytes: int
+    gradient_bytes: int
+    trainable: bool
+    regathered: bool
+    """the backward needs it in full"""
+    wired: bool
+    """it may travel in a wire"""
+    first: bool
+    """the first op needs it"""
+    last: bool
+    """its gradient is made last"""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What closed forms need to know of a model's call."""
+
+    groups: Mapping[Group, int]
+    """with their elements"""
+    compute_us: float
+    """of a forward and a backward"""
+    saved_bytes: float
+    """of activations, between a forward and its backward"""
+
+
+class Space:
+    """Of a model on a topology."""
+
+    def __init__(self, topology: Topology, facts: Facts, options: Mapping[str, Any], micro_batches: int, states: int):
+        """`options`: of each plan, besides rungs and wires. `states`: of the optimizer, for each element."""
+        self.topology, self.facts, self.options = topology, facts, dict(options)
+        self.micro_batches, self.states = micro_batches, states
+        ends = [*accumulate((size for _, size in topology.inner), mul, initial=1)]
+        self.ranges = list(zip((axis for axis, _ in topology.inner), ends, ends[1:], strict=False))
+        """(axis, factor below it, factor with it), inner first"""
+        self.up, self.down, self.whole = cache(self._up), cache(self._down), cache(self._whole)
+
+    def plan(self, row: Factors, wiring: Wiring) -> Plan:
+        """Raises `Error` for a wire over what is all-reduced."""
+        split = self.topology.split({*row})
+        rung = {split.shared_by(n): n for n in reversed(range(len(split.axes) + 1))}
+        states = {state: rung[factor] for state, factor in row._asdict().items()}
+        wires = {
+            "gather_wire": self._wire(split, wiring.up, wiring.up_axes),
+            "reduce_wire": self._wire(split, wiring.down, wiring.down_axes),
+        }
+        return Plan(split, **states, **wires, wire_block=BLOCK, **self.options)
+
+    def _wire(self, split: Topology, form: str, axes: int) -> dict[str, str]:
+        own = {lane for axis in self.topology.axes[:axes] for lane in self.topology.lanes(axis)}
+        return {axis: form for axis in split.axes if own & {*split.lanes(axis)}}
+
+    def is_legal(self, row: Factors, wiring: Wiring) -> bool:
+        """Gradients in a wire are scattered over its axes."""
+        return not wiring.down_axes or row.optim == self.topology.world
+
+    # Bytes
+
+    def moved(self, row: Factors, wiring: Wiring) -> dict[str, tuple[float, ...]]:
+        """Microseconds that each move keeps each axis (inner first) busy in a step, at full bandwidth."""
+        params, after_forward, grads, optim = row
+        up, down, many = wiring[:2], wiring[2:], self.micro_batches
+        whole = self.whole(optim)
+        return {
+            "refresh": self.up("trainable", params, optim, up),
+            "forward gather": _times(many, self.up("", 1, params, up)),
+            "backward gather": _times(many, self.up("regathered", 1, after_forward, up)),
+            "reduce": _times(many, self.down("trainable", 1, grads, down)),
+            "sync": _sum(self.down("trainable", grads, optim, down), whole),
+        }
+
+    def _up(self, kind: str, low: int, high: int, wire: tuple[str, int]) -> tuple[float, ...]:
+        """All-gathers of a kind of parameters, once."""
+        return tuple(
+            self._us(axis, "all_gather", _share(low, high, start, end) * self._climbing_bytes(kind, i, high, wire))
+            for i, (axis, start, end) in enumerate(self.ranges)
+        )
+
+    def _climbing_bytes(self, kind: str, i: int, high: int, wire: tuple[str, int]) -> float:
+        """Of all parameters of a kind in full. What an outer axis has quantized stays so on inner ones."""
+        form, axes = wire
+        first = len(self.ranges) - axes
+        reached = max((j for j, (_, start, _) in enumerate(self.ranges) if start < high), default=0)
+        quantized = form and (i >= first or reached >= first)
+        return sum(
+            elements * (_element_bytes(form, group.weight_bytes) if quantized and group.wired else group.weight_bytes)
+            for group, elements in self.facts.groups.items()
+            if not kind or getattr(group, kind)
+        )
+
+    def _down(self, kind: str, low: int, high: int, wire: tuple[str, int]) -> tuple[float, ...]:
+        """Reduce-scatters of the gradients of a kind of parameters, once."""
+        form, axes = wire
+        found = []
+        for i, (axis, start, end) in enumerate(self.ranges):
+            quantized = form and i >= len(self.ranges) - axes
+            total = sum(
+                n * (_element_bytes(form, g.gradient_bytes) if quantized and g.wired else g.gradient_bytes)
+                for g, n in self.facts.groups.items()
+                if g.trainable and getattr(g, kind)
+            )
+            ways = "all_to_all" if quantized and form not in CASTS else "reduce_scatter"
+            found.append(self._us(axis, ways, _share(low, high, start, end) * total))
+        return tuple(found)
+
+    def _whole(self, optim: int, kind: str = "trainable") -> tuple[float, ...]:
+        """All-reduces over what the optimizer's rung lacks, once."""
+        groups = self.facts.groups.items()
+        total = sum(n * g.gradient_bytes for g, n in groups if g.trainable and getattr(g, kind)) / optim
+        found = []
+        for axis, start, end in self.ranges:
+            ranks = end // min(max(optim, start), end)
+            found.append(self._us(axis, "all_reduce", 2 * (ranks - 1) / ranks * total))
+        return tuple(found)
+
+    def _us(self, axis: str, kind: str, sent_bytes: float) -> float:
+        return self.topology.link(axis).sent_us(kind, sent_bytes) if sent_bytes else 0.0
+
+    # What follows
+
+    def bound_us(self, row: Factors, wiring: Wiring) -> float:
+        """No schedule of a step is faster."""
+        lanes_us = [sum(of_axis) for of_axis in zip(*self.moved(row, wiring).values(), strict=True)]
+        up, down, again = wiring[:2], wiring[2:], self.micro_batches - 1
+        alone_us = self.facts.compute_us + self._exposed_us(row.params, row.grads, up, down)
+        last_us = self.facts.compute_us + self._exposed_us(row.optim, row.optim, up, down, self.whole(row.optim, "last"))
+        return max(again * alone_us + last_us, *lanes_us) + self.update_us(row)
+
+    def signature(self, row: Factors, wiring: Wiring) -> tuple[float, ...]:
+        """What each call moves. Of one micro-batch, the forward refreshes and the backward syncs."""
+        refresh, forward, backward, reduce, sync = self.moved(row, wiring).values()
+        if self.micro_batches == 1:
+            refresh, forward, reduce, sync = (0.0,), _sum(refresh, forward), _sum(reduce, sync), (0.0,)
+        return tuple(round(us, 3) for us in (*refresh, *forward, *backward, *reduce, *sync))
+
+    def _exposed_us(
+        self, high: int, low: int, up: tuple[str, int], down: tuple[str, int], whole: Sequence[float] = (0.0,)
+    ) -> float:
+        """What the first op waits for, and what is left to do when the last one is over."""
+        head_us = max(self.up("first", 1, high, up))
+        return head_us + max(max(self.down("last", 1, low, down)), *whole)
+
+    def update_us(self, row: Factors) -> float:
+        """The optimizer reads gradients; masters and its state it reads and writes."""
+        total = sum(n * g.master_bytes for g, n in self.facts.groups.items() if g.trainable) / row.optim
+        device = self.topology.computes
+        return total * (1 + 2 * (1 + self.states)) / device.memory_gb_per_s / device.efficiency / 1e3
+
+    def rest_bytes(self, row: Factors) -> int:
+        """Between a forward and its backward: masters, optimizer state, copies, shards kept for the backward, sums of
+        gradients, activations."""
+        params, after_forward, grads, optim = row
+        total = self.facts.saved_bytes
+        for group, n in self.facts.groups.items():
+            if group.trainable:
+                total += n * group.master_bytes * (1 + self.states) / optim
+                total += n * group.weight_bytes / params * (params < optim)
+                total += n * group.gradient_bytes / grads * (self.micro_batches > 1)
+            else:
+                total += n * group.master_bytes / params
+            total += n * group.weight_bytes / after_forward * (group.regathered and after_forward < params)
+        return int(total)
+
+
+def _share(low: int, high: int, start: int, end: int) -> float:
+    """Of the full value, what a rank sends over an axis between two factors."""
+    return 1 / min(max(low, start), end) - 1 / min(max(high, start), end)
+
+
+def _element_bytes(form: str, own: int) -> float:
+    if form in CASTS:
+        return min(own, CASTS[form].itemsize)
+    return min(own, (BITS[form] * BLOCK / 8 + SCALE_BYTES) / BLOCK)
+
+
+def _times(n: int, values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(n * value for value in values)
+
+
+def _sum(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+# From a model
+
+
+def facts_of(predictor: Predictor, parameters: Mapping[str, nn.Parameter], base: Plan) -> Facts:
+    """What is known once a call has been captured under ZeRO-3."""
+    programs = list(predictor.traced.values())
+    deepest = programs[-1]
+    names = {
+        "regathered": _names(ops.hops(backward, "gather")) if (backward := deepest.halves[1]) else set(),
+        "first": _names(f.start for f in _ends(deepest, "forward") if f.climbs),
+        "last": _names(f.start for f in _ends(deepest, "backward") if not f.climbs),
+    }
+    groups: Counter[Group] = Counter()
+    for name, parameter in parameters.items():
+        groups[_group(base, name, parameter, {key: _star(name) in found for key, found in names.items()})] += (
+            parameter.numel()
+        )
+    return Facts(groups, predictor.on_line(_compute_us), predictor.on_line(_saved_bytes))
+
+
+def _names(starts: Iterable[fx.Node]) -> set[str]:
+    return {_star(name) for start in starts for name in ops.hop(start).params}
+
+
+def _star(name: str) -> str:
+    """Of equal parameters of all layers."""
+    return re.sub(r"\d+", "*", name)
+
+
+def _ends(program: Program, half: str) -> list[Flight]:
+    """What the first stretch of a forward waits for, or what the last one of a backward makes."""
+    if half == "backward" and program.halves[1] is None:
+        return []
+    stretches, flights = lay_out(program.draft(Variant(half)))
+    if half == "forward":
+        return [flight for flight in flights if flight.due == 0]
+    return [flight for flight in flights if flight.ready == len(stretches) - 1]
+
+
+def _group(base: Plan, name: str, parameter: nn.Parameter, which: Mapping[str, bool]) -> Group:
+    weight = compute_dtype(base, parameter.dtype)
+    return Group(
+        parameter.dtype.itemsize,
+        weight.itemsize,
+        (base.reduce_dtype or weight).itemsize,
+        parameter.requires_grad,
+        wired=not any(fnmatchcase(name, pattern) for pattern in base.wire_except),
+        **which,
+    )
+
+
+def _compute_us(program: Program) -> float:
+    """Of a forward and a backward, with what is not fused away by their hops."""
+    total = 0.0
+    for variant in (v for v in program.step() if not v.stale):
+        graph = program.draft(variant)
+        total += sum(us for node, us in program.times_us(graph, variant.half).items() if not ops.is_start(node))
+    return total
+
+
+def _saved_bytes(program: Program) -> float:
+    """Of activations that the forward hands to the backward."""
+    graph = program.draft(Variant("forward"))
+    kept = set(outputs(graph)[1]) - {*placeholders(graph).values()}
+    return float(sum(life.bytes for life in lives(graph) if life.values & kept))
