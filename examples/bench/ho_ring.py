@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 import shardc
+from shardc import times
 from shardc.emulate import emulate
 from shardc.links import Device, Link
 
@@ -51,7 +53,8 @@ def measured(topology: shardc.Topology, rows: int, chain: str, pieces: bool = Tr
     """Seconds that a forward waits for the weight: as they were, and as they are foretold."""
     torch.manual_seed(0)
     plan = shardc.Plan.zero3(topology, chain=chain)
-    with emulate(topology) as world:
+    at_most = times.PIECES if pieces else 1
+    with patch.object(times, "PIECES", at_most), emulate(topology) as world:
         model = shardc.compile(nn.Linear(1024, rows, bias=False), plan, backend="eager", progress=lambda text: None)
         x = torch.randn(1, 1024)
         model(x)
