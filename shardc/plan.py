@@ -475,7 +475,10 @@ def _as_lines(plan: Plan, named: Mapping[str, Parameter] | None, micro_batches: 
     """What `Plan.diff` compares."""
     from shardc.cost import step_bytes
 
-    lines = {"topology": repr(plan.topology), "links": "; ".join(f"{axis} {link}" for axis, link in plan.topology.links)}
+    lines = {
+        "topology": repr(plan.topology),
+        "links": "; ".join(f"{axis} {link}" for axis, link in plan.topology.links),
+    }
     for state, rung in plan.default._asdict().items():
         shared = plan.topology.shared_by(rung)
         lines[state] = f"{plan.topology.rung_name(rung)} ({shared} rank{'s' * (shared > 1)} a copy)"

@@ -132,16 +132,12 @@ def _solved(
     ]
     among_equals = 1e-4 * lanes_us.sum(1)
     bounds = Bounds(np.r_[np.zeros(width), least_us], np.r_[np.repeat(counts, choices), np.inf])
-    found = milp(
-        np.r_[among_equals, 1], constraints=rules, bounds=bounds, integrality=np.r_[np.ones(width), 0]
-    )
+    found = milp(np.r_[among_equals, 1], constraints=rules, bounds=bounds, integrality=np.r_[np.ones(width), 0])
     assert found.x is not None, found.message  # what is now satisfies all rules
     return np.split(np.rint(found.x[:-1]), len(counts))
 
 
-def _with_overrides(
-    plan: Plan, groups: Sequence[Group], chosen: Sequence[Mapping[Choice, int]], share: float
-) -> Plan:
+def _with_overrides(plan: Plan, groups: Sequence[Group], chosen: Sequence[Mapping[Choice, int]], share: float) -> Plan:
     """The last layers get the lowest rungs: their backward comes first. `share`: of the layers, how many there are."""
     rows: dict[str, Choice] = {}
     for group, of_group in zip(groups, chosen, strict=True):

@@ -113,7 +113,9 @@ class Found:
             return ""
         if not self._may_fit(candidate):
             over = f"{size(candidate.holds_bytes - self.memory_bytes)} more than there is"
-            return f"needs {over}" + (f", most for {_most(candidate.prediction)}" if candidate.prediction else " at least")
+            return f"needs {over}" + (
+                f", most for {_most(candidate.prediction)}" if candidate.prediction else " at least"
+            )
         if candidate.twin:
             return f"moves what {_spelled(candidate.twin)} moves, and holds no less"
         if not candidate.prediction:
@@ -174,9 +176,7 @@ def search(
 
 def _legal(space: Space, wiring: Sequence[Wiring]) -> list[Candidate]:
     found = [
-        Candidate(
-            space, row, wires, space.bound_us(row, wires), space.rest_bytes(row), space.signature(row, wires)
-        )
+        Candidate(space, row, wires, space.bound_us(row, wires), space.rest_bytes(row), space.signature(row, wires))
         for row in rows(space.topology)
         for wires in wiring
         if space.is_legal(row, wires)
@@ -283,7 +283,9 @@ def _lines(found: Found) -> Iterator[str]:
     for (move, axis), us in best.moves_us.items():
         if us:
             exposed = best.exposed_us[move, axis]
-            yield f"move      {move} over {axis}: {duration(us)}" + (f", exposed {duration(exposed)}" if exposed else "")
+            yield f"move      {move} over {axis}: {duration(us)}" + (
+                f", exposed {duration(exposed)}" if exposed else ""
+            )
     held = sorted(best.held_bytes.items(), key=lambda item: -item[1])
     yield f"memory    {size(best.peak_bytes)}: {', '.join(f'{kind} {size(n)}' for kind, n in held)}"
     yield ""

@@ -52,9 +52,7 @@ def simulate(
     )
 
 
-def clocked(
-    program: Program, topology: Topology, micro_batches: int
-) -> tuple[list[tuple[Variant, fx.Graph]], Clock]:
+def clocked(program: Program, topology: Topology, micro_batches: int) -> tuple[list[tuple[Variant, fx.Graph]], Clock]:
     """The calls of a step, and the clock that they have gone through."""
     calls = [(variant, program.graph(variant)) for variant in program.step(micro_batches)]
     times = {variant: program.times_us(graph, variant.half, topology) for variant, graph in dict(calls).items()}

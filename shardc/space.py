@@ -209,7 +209,9 @@ class Space:
         lanes_us = [sum(of_axis) for of_axis in zip(*self.moved(row, wiring).values(), strict=True)]
         up, down, again = wiring[:2], wiring[2:], self.micro_batches - 1
         alone_us = self.facts.compute_us + self._exposed_us(row.params, row.grads, up, down)
-        last_us = self.facts.compute_us + self._exposed_us(row.optim, row.optim, up, down, self.whole(row.optim, "last"))
+        last_us = self.facts.compute_us + self._exposed_us(
+            row.optim, row.optim, up, down, self.whole(row.optim, "last")
+        )
         return max(again * alone_us + last_us, *lanes_us) + self.update_us(row)
 
     def signature(self, row: Factors, wiring: Wiring) -> tuple[float, ...]:

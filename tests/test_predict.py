@@ -12,7 +12,9 @@ from shardc.predict import Predictor, predicted
 from shardc.stacks import shortened, stacks
 from shardc.topology import Topology
 
-TOPOLOGY = Topology(node=4, gpu=4).with_links(Device("a device", 100, 1000, 80), node=Link(5.0, 10.0), gpu=Link(50.0, 3.0))
+TOPOLOGY = Topology(node=4, gpu=4).with_links(
+    Device("a device", 100, 1000, 80), node=Link(5.0, 10.0), gpu=Link(50.0, 3.0)
+)
 
 
 class Layer(nn.Module):

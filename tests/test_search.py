@@ -156,11 +156,15 @@ def test_the_integer_program_finds_what_trying_all_finds() -> None:
         found = _solved(costs, counts, 10.0, spare)
 
         def busy_us(taken: object, costs: object = costs) -> float:
-            lanes = sum(n * cost.lanes_us for ns, of in zip(taken, costs, strict=True) for n, cost in zip(ns, of, strict=True))
+            lanes = sum(
+                n * cost.lanes_us for ns, of in zip(taken, costs, strict=True) for n, cost in zip(ns, of, strict=True)
+            )
             return max(10.0, *lanes)
 
         def held(taken: object, costs: object = costs) -> int:
-            return sum(n * cost.held_bytes for ns, of in zip(taken, costs, strict=True) for n, cost in zip(ns, of, strict=True))
+            return sum(
+                n * cost.held_bytes for ns, of in zip(taken, costs, strict=True) for n, cost in zip(ns, of, strict=True)
+            )
 
         ways = [[(n - a - b, a, b) for a in range(n + 1) for b in range(n + 1 - a)] for n in counts]
         fits = [taken for taken in product(*ways) if held(taken) <= spare]

@@ -35,7 +35,9 @@ def main() -> None:
         gpu=Link(300.0 / SLOWER, LATENCY_US["gpu"] * SLOWER),
     )
     print(f"torch {torch.__version__}; 8 hosts of 8, links {SLOWER:.0f} times slower than NVLink and 100 Gb/s")
-    print("| weight MiB | flat MB/s | hops in a chain | in pieces | against flat | foretold |\n|---|---|---|---|---|---|")
+    print(
+        "| weight MiB | flat MB/s | hops in a chain | in pieces | against flat | foretold |\n|---|---|---|---|---|---|"
+    )
     for rows in (64, 512, 4096, 16384):
         weight_bytes = rows * 1024 * 4
         flat = measured(topology, rows, "flat")

@@ -105,7 +105,9 @@ def main() -> None:
     parser.add_argument("--configurations", type=int, default=20)
     options = parser.parse_args()
     device = fitted_device()
-    print(f"torch {torch.__version__}, cpu, {CONFIG}, {ROWS} rows; {device.efficiency:.2f} of {device.tflops} TFLOP/s\n")
+    print(
+        f"torch {torch.__version__}, cpu, {CONFIG}, {ROWS} rows; {device.efficiency:.2f} of {device.tflops} TFLOP/s\n"
+    )
     print("| mesh | comm / compute | memory MiB | micro-batches | chosen | ms | foretold | fastest | ms | regret |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     regrets = []
@@ -139,7 +141,13 @@ def compare(device: Device, mesh: tuple[int, int], ratio: float, room: float, mi
     least = shardc.predict.predicted(shardc.trace(made(), shardc.Plan.zero3(topology), *batch(), keep=False), 1)
     limit = int(room * least.peak_bytes)
     found = shardc.search(
-        made(), topology, *batch(), memory=limit, micro_batches=micro_batches, param_dtype=None, progress=lambda text: None
+        made(),
+        topology,
+        *batch(),
+        memory=limit,
+        micro_batches=micro_batches,
+        param_dtype=None,
+        progress=lambda text: None,
     )
     fitting = [c for c in found.ranked if c.prediction and c.holds_bytes <= limit]
     plans = {"/".join(map(str, c.row)) + ("+" if c.plan.overrides else ""): c.plan for c in fitting[: NEXT + 1]}

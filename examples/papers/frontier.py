@@ -27,8 +27,7 @@ def main() -> None:
     topology, rows = machine("frontier", 48, MI250X), []
     for micro_batches in (1, 2, 4, 8):
         found = {
-            name: predictor(make(topology, param_dtype=given.dtype), micro_batches)
-            for name, make in STRATEGIES.items()
+            name: predictor(make(topology, param_dtype=given.dtype), micro_batches) for name, make in STRATEGIES.items()
         }
         ours = found["3 levels"]
         for name, it in found.items():
@@ -40,7 +39,8 @@ def main() -> None:
     print("20B on 384 GCDs")
     print(
         table(
-            ("strategy", "micro-batches", "tokens/s/GCD", "3 levels against it, paper", "ours", "ratio", "GiB", ""), rows
+            ("strategy", "micro-batches", "tokens/s/GCD", "3 levels against it, paper", "ours", "ratio", "GiB", ""),
+            rows,
         )
     )
     print("\nScaling of 3 levels, one micro-batch of one sequence; paper 0.94 at 384 GCDs")

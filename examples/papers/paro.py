@@ -74,9 +74,7 @@ def ranked(name: str, topology: Topology, trained: Callable[[nn.Module], nn.Modu
     predictor = Setup(model, (ids(1, SEQUENCE), ids(1, SEQUENCE))).predictor(topology)
     limit = int(topology.computes.memory_gb * 1e9)
     found = {
-        letters: predictor(
-            Plan.paro(topology, letters, param_dtype=torch.bfloat16), MICRO_BATCHES, memory_bytes=limit
-        )
+        letters: predictor(Plan.paro(topology, letters, param_dtype=torch.bfloat16), MICRO_BATCHES, memory_bytes=limit)
         for letters in PARO
     }
     order = sorted(found.items(), key=lambda item: (item[1].peak_bytes > limit, item[1].step_us))
