@@ -120,7 +120,7 @@ def compile(
         check_measurable(plan.topology, backend)
     device = _device()
     parameters = named(model)
-    params = params_of(plan, parameters)
+    params = params_of(plan, parameters, dist.get_backend() if dist.is_initialized() else "")
     agree("plan and model", _description(plan, backend, parameters), timeout_s)
     mesh = plan.topology.mesh(device.type)
     _torch.silence_flatten_advice(mesh)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def links() -> str:
     """Raises for an axis that is faster than one inside it, and for a rank that computes slower than others."""
     topology = calibrate(Topology.from_torchrun(), sizes=SIZES)
     used = [(axis, topology.link(axis).gb_per_s) for axis, size in topology.inner if size > 1]
-    for (inner, fast), (outer, slow) in zip(used, used[1:], strict=False):
+    for (inner, fast), (outer, slow) in pairwise(used):
         if slow > 1.5 * fast:
             raise Error(
                 f"axis {outer!r} ({slow:.2f} GB/s) is faster than {inner!r} inside it ({fast:.2f} GB/s)",

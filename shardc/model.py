@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from shardc.capture import hollow
 from shardc.leaf import leaf
 from shardc.plan import Plan
 from shardc.step import Runtime
+from shardc.times import exchanged
 
 Slot = tuple[dict[str, Any], str, str]
 """a module's dict of parameters, the key in it, the parameter's name"""
@@ -66,11 +68,13 @@ def swapped(
             owner[key] = value
 
 
-def params_of(plan: Plan, parameters: dict[str, nn.Parameter]) -> dict[str, Param]:
-    """Layouts and dtypes by parameter name."""
+def params_of(plan: Plan, parameters: dict[str, nn.Parameter], backend: str = "") -> dict[str, Param]:
+    """Layouts and dtypes by parameter name, and how gradients go on process groups of a backend."""
     layouts = plan.layouts({name: (tuple(p.shape), p.requires_grad) for name, p in parameters.items()})
     scale = 1 / plan.topology.world if plan.reduce == "mean" else 1.0
-    return {name: _param(plan, layouts[name], p.dtype, scale) for name, p in parameters.items()}
+    by_exchange = exchanged(plan.topology, backend)
+    found = {name: _param(plan, layouts[name], p.dtype, scale) for name, p in parameters.items()}
+    return {name: replace(param, exchanged=by_exchange) for name, param in found.items()}
 
 
 def _param(plan: Plan, layout: Layout, master: torch.dtype, scale: float) -> Param:

@@ -1,7 +1,7 @@
 """Predict: a step of a model under many plans, captured once, and of a deep model from two shallow ones.
 
-The order that `passes.schedule` finds for a stack of equal layers repeats itself with every layer, but for the first and
-the last few. So a deep model is captured with a few layers and with some more; what a plan makes of both is simulated,
+The order that `passes.schedule` finds for a stack of equal layers repeats itself with every layer, but for the first
+and the last few. So a deep model is captured with a few layers and with some more; what a plan makes of both is simulated,
 and goes on to the model's own depth in a straight line: times, bytes that are moved, memory. A model without such a
 stack is captured as it is.
 """

@@ -142,8 +142,8 @@ def search(
     progress: Say | None = None,
     **kwargs: Any,
 ) -> Found:
-    """Ranks all plans for steps of `micro_batches` calls `model(*args, **kwargs)` a rank. Nothing is computed; the model
-    and its arguments may be on the meta device.
+    """Ranks all plans for steps of `micro_batches` calls `model(*args, **kwargs)` a rank. Nothing is computed; model and
+    arguments may be on the meta device.
 
     topology: says how fast devices and axes are. memory: what a rank may hold, in bytes or as "80GB" (default: what the
     device has). gather_wires, reduce_wires: formats (`passes.wire`) that may be used; most lose precision, and none is

@@ -35,6 +35,7 @@ from shardc.model import compute_dtype
 from shardc.plan import Plan
 from shardc.predict import Predictor
 from shardc.program import Program, Variant
+from shardc.times import exchanged
 from shardc.topology import Topology
 
 BLOCK = 256
@@ -119,6 +120,7 @@ class Space:
         ends = [*accumulate((size for _, size in topology.inner), mul, initial=1)]
         self.ranges = list(zip((axis for axis, _ in topology.inner), ends, ends[1:], strict=False))
         """(axis, factor below it, factor with it), inner first"""
+        self.exchanged = exchanged(topology)
         self.up, self.down, self.whole = cache(self._up), cache(self._down), cache(self._whole)
 
     def plan(self, row: Factors, wiring: Wiring) -> Plan:
@@ -185,7 +187,7 @@ class Space:
                 for g, n in self.facts.groups.items()
                 if g.trainable and getattr(g, kind)
             )
-            ways = "all_to_all" if quantized and form not in CASTS else "reduce_scatter"
+            ways = "all_to_all" if quantized or axis in self.exchanged else "reduce_scatter"
             found.append(self._us(axis, ways, _share(low, high, start, end) * total))
         return tuple(found)
 

@@ -56,7 +56,7 @@ class Constants(NamedTuple):
 
 
 def machine(preset: str, nodes: int, constants: Constants, **links: float) -> Topology:
-    """A preset with fitted constants. `links`: other bandwidths than the preset's, GB/s a rank, before they are fitted."""
+    """A preset with fitted constants. `links`: other bandwidths than the preset's, GB/s a rank, before fitting."""
     shape = Topology.preset(preset, nodes=nodes)
     found = {axis: replace(link, gb_per_s=links.get(axis, link.gb_per_s)) for axis, link in shape.links}
     found["node"] = replace(found["node"], gb_per_s=found["node"].gb_per_s * constants.node)
