@@ -54,7 +54,7 @@ def build(
     `orders` are those that the ranks agreed on before; `timed` compiles regions, where they are to be measured."""
     captured = run("capture", capture, module, inputs, names)
     joint = run("decompose", decompose, captured.graph)
-    program = sharded(captured, joint, params, plan, run, orders)
+    program = planned(captured, joint, params, plan, run, orders)
     if timed:
         run("measure", measure_regions, program, timed)
     if plan.memory_limit is not None:
@@ -62,7 +62,7 @@ def build(
     return program
 
 
-def sharded(
+def planned(
     captured: Captured, joint: fx.Graph, params: Mapping[str, Param], plan: Plan, run: Runner, orders: Orders
 ) -> Program:
     """What is left to do once there is a joint graph, for one plan of many. Edits it in place."""
@@ -120,7 +120,7 @@ def compile(
         check_measurable(plan.topology, backend)
     device = _device()
     parameters = named(model)
-    params = params_of(plan, parameters, dist.get_backend() if dist.is_initialized() else "")
+    params = params_of(plan, parameters, _library(device))
     agree("plan and model", _description(plan, backend, parameters), timeout_s)
     mesh = plan.topology.mesh(device.type)
     _torch.silence_flatten_advice(mesh)
@@ -257,6 +257,12 @@ def _device() -> torch.device:
     if on_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _library(device: torch.device) -> str:
+    """What moves bytes, where that is known to matter."""
+    gloo = dist.is_initialized() and "gloo" in dist.get_backend()
+    return "gloo" if gloo and device.type == "cpu" else ""
 
 
 def _description(plan: Plan, backend: str, parameters: Mapping[str, nn.Parameter]) -> list[str]:

@@ -68,11 +68,11 @@ def swapped(
             owner[key] = value
 
 
-def params_of(plan: Plan, parameters: dict[str, nn.Parameter], backend: str = "") -> dict[str, Param]:
-    """Layouts and dtypes by parameter name, and how gradients go on process groups of a backend."""
+def params_of(plan: Plan, parameters: dict[str, nn.Parameter], library: str = "") -> dict[str, Param]:
+    """Layouts and dtypes by parameter name, and how gradients go where a library moves bytes."""
     layouts = plan.layouts({name: (tuple(p.shape), p.requires_grad) for name, p in parameters.items()})
     scale = 1 / plan.topology.world if plan.reduce == "mean" else 1.0
-    by_exchange = exchanged(plan.topology, backend)
+    by_exchange = exchanged(plan.topology, library)
     found = {name: _param(plan, layouts[name], p.dtype, scale) for name, p in parameters.items()}
     return {name: replace(param, exchanged=by_exchange) for name, param in found.items()}
 

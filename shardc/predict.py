@@ -1,9 +1,9 @@
 """Predict: a step of a model under many plans, captured once, and of a deep model from two shallow ones.
 
 The order that `passes.schedule` finds for a stack of equal layers repeats itself with every layer, but for the first
-and the last few. So a deep model is captured with a few layers and with some more; what a plan makes of both is simulated,
-and goes on to the model's own depth in a straight line: times, bytes that are moved, memory. A model without such a
-stack is captured as it is.
+and the last few. So a deep model is captured with a few layers and with some more; what a plan makes of both is
+simulated, and goes on to the model's own depth in a straight line: times, bytes that are moved, memory. A model without
+such a stack is captured as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from passes.build import copy
 from passes.order import Orders
-from shardc.compile import sharded
+from shardc.compile import planned
 from shardc.footprint import footprint
 from shardc.model import named, params_of
 from shardc.plan import Plan
@@ -134,7 +134,7 @@ class Predictor:
         traced = self.traced[depth]
         params = params_of(plan, self.parameters[depth])
         joint = copy(traced.after("decompose")[0])
-        return sharded(traced.captured, joint, params, plan, Runner(), Orders())
+        return planned(traced.captured, joint, params, plan, Runner(), Orders())
 
     def _weights(self) -> dict[int, float]:
         """Of the captured depths, on the straight line through them to the model's own."""

@@ -142,7 +142,7 @@ def search(
     progress: Say | None = None,
     **kwargs: Any,
 ) -> Found:
-    """Ranks all plans for steps of `micro_batches` calls `model(*args, **kwargs)` a rank. Nothing is computed; model and
+    """Ranks all plans for steps of `micro_batches` calls `model(*args, **kwargs)`. Nothing is computed; model and
     arguments may be on the meta device.
 
     topology: says how fast devices and axes are. memory: what a rank may hold, in bytes or as "80GB" (default: what the

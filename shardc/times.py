@@ -53,20 +53,20 @@ def collective_us(topology: Topology, kind: str, axis: str, sent_bytes: float, s
 
 
 BY_EXCHANGE = ("gloo",)
-"""Backends whose reduce-scatter sends as much as their all-reduce does, twice what is needed."""
+"""Libraries whose reduce-scatter sends as much as their all-reduce does, twice what is needed."""
 
 
-def exchanged(topology: Topology, backend: str = "") -> frozenset[str]:
+def exchanged(topology: Topology, library: str = "") -> frozenset[str]:
     """Axes over which an all-to-all, summed where it arrives, takes less than a reduce-scatter: as measured, and where
-    nobody has, by what is known of the process groups' backend."""
+    nobody has, by what is known of the library that moves bytes."""
     links = dict(topology.links)
-    return frozenset(axis for axis, size in topology.inner if size > 1 and _is_exchanged(links.get(axis), backend))
+    return frozenset(axis for axis, size in topology.inner if size > 1 and _is_exchanged(links.get(axis), library))
 
 
-def _is_exchanged(link: Link | None, backend: str) -> bool:
+def _is_exchanged(link: Link | None, library: str) -> bool:
     if link and {"all_to_all", "reduce_scatter"} <= link.tables.keys():
         return link.sent_us("all_to_all", 1.0) < link.sent_us("reduce_scatter", 1.0)
-    return backend in BY_EXCHANGE
+    return library in BY_EXCHANGE
 
 
 def _flat_us(topology: Topology, axis: str, sent_bytes: float) -> float:
