@@ -62,8 +62,6 @@ class Param:
     """1 / number of ranks for the mean, 1 for the sum"""
     wires: Wires = NONE
     """in what it travels, where that is not its dtype"""
-    exchanged: frozenset[str] = frozenset()
-    """axes over which gradients are exchanged and summed where they arrive, instead of reduce-scattered"""
 
     @property
     def has_copy(self) -> bool:
@@ -135,33 +133,22 @@ def climb(write: Writer, x: fx.Node, param: Param, start: int, end: int, purpose
 
 
 def descend(write: Writer, x: fx.Node, param: Param, start: int, end: int, purpose: str) -> fx.Node:
-    """Reduce-scatter from one rung down to another, inner axis first. What travels in another format, or goes over an
-    axis where that is faster, is exchanged, and summed in float32 where it arrives."""
+    """Reduce-scatter from one rung down to another, inner axis first. What travels in another format is exchanged, and
+    summed in float32 where it arrives."""
     layout, x = param.layout, contiguous(write, x)
     said = {"purpose": purpose, "params": [layout.name]}
     if start == 0 < end and layout.padded_rows != layout.shape[0]:
         x = write(ops.expand, x, layout.shape[0], split(layout))
     for axis, size in layout.axes[start:end]:
-        if size == 1:
-            continue
         wire = param.wires.down(axis)
-        if wire or axis in param.exchanged:
-            x = _exchanged(write, x, param, axis, size, wire, said)
-        else:
+        if size > 1 and wire:
+            sent = _wired(write, x, param, wire, size)
+            there = write(ops.wait, write(ops.all_to_all, sent, axis, size, **said, wire=wire))
+            x = write(ops.fold, _unwired(write, there, param, wire, x.meta["val"].shape, torch.float32), size)
+        elif size > 1:
             x = cast(write, x, param.reduce_dtype)
             x = write(ops.wait, write(ops.reduce_scatter, x, axis, size, **said))
     return cast(write, x, param.reduce_dtype)
-
-
-def _exchanged(
-    write: Writer, x: fx.Node, param: Param, axis: str, size: int, wire: str, said: Mapping[str, object]
-) -> fx.Node:
-    """Each rank gets the others' pieces of its part, and sums them."""
-    shape = x.meta["val"].shape
-    sent = _wired(write, x, param, wire, size) if wire else cast(write, x, param.reduce_dtype)
-    there = write(ops.wait, write(ops.all_to_all, sent, axis, size, **said, **({"wire": wire} if wire else {})))
-    arrived = _unwired(write, there, param, wire, shape, torch.float32)
-    return write(ops.fold, cast(write, arrived, torch.float32), size)
 
 
 def _wired(write: Writer, x: fx.Node, param: Param, wire: str, pieces: int) -> fx.Node:

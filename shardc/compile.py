@@ -48,13 +48,15 @@ def build(
     plan: Plan,
     run: Runner,
     orders: Orders,
+    library: str = "",
     timed: Lowering | None = None,
 ) -> Program:
     """Dynamo's graph of one call -> a program. `names` tells the hollow parameters and the buffers among the inputs;
-    `orders` are those that the ranks agreed on before; `timed` compiles regions, where they are to be measured."""
+    `orders` are those that the ranks agreed on before; `library` moves bytes, where that is known; `timed` compiles
+    regions, where they are to be measured."""
     captured = run("capture", capture, module, inputs, names)
     joint = run("decompose", decompose, captured.graph)
-    program = planned(captured, joint, params, plan, run, orders)
+    program = planned(captured, joint, params, plan, run, orders, library)
     if timed:
         run("measure", measure_regions, program, timed)
     if plan.memory_limit is not None:
@@ -63,7 +65,13 @@ def build(
 
 
 def planned(
-    captured: Captured, joint: fx.Graph, params: Mapping[str, Param], plan: Plan, run: Runner, orders: Orders
+    captured: Captured,
+    joint: fx.Graph,
+    params: Mapping[str, Param],
+    plan: Plan,
+    run: Runner,
+    orders: Orders,
+    library: str = "",
 ) -> Program:
     """What is left to do once there is a joint graph, for one plan of many. Edits it in place."""
     own = {node: params[name] for node, name in captured.params.items()}
@@ -72,7 +80,7 @@ def planned(
     run("verify", verify, layouts, joint=joint)
     halves = run("partition", partition if captured.trains else forward_only, joint, captured.params)
     run("verify", verify, layouts, forward=halves[0], backward=halves[1])
-    return Program(captured, own, params, plan, halves, run, orders)
+    return Program(captured, own, params, plan, halves, run, orders, library)
 
 
 def decompose(graph: fx.Graph) -> fx.Graph:
@@ -120,7 +128,7 @@ def compile(
         check_measurable(plan.topology, backend)
     device = _device()
     parameters = named(model)
-    params = params_of(plan, parameters, _library(device))
+    params = params_of(plan, parameters)
     agree("plan and model", _description(plan, backend, parameters), timeout_s)
     mesh = plan.topology.mesh(device.type)
     _torch.silence_flatten_advice(mesh)
@@ -205,7 +213,8 @@ class Compiler:
         names = self.hollows | {id(b): name for name, b in self.model.named_buffers()}
         with paused_gc(), _torch.lazy_code():
             timed = self.runtime.lowering if self.measured else None
-            program = build(module, inputs, names, self.params, self.plan, Runner(self.progress), self.orders, timed)
+            run, library = Runner(self.progress), _library(_device())
+            program = build(module, inputs, names, self.params, self.plan, run, self.orders, library, timed)
             program.settle()
         self.runtime.programs.append(program)
         return Step(self.runtime, program)

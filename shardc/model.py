@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from shardc.capture import hollow
 from shardc.leaf import leaf
 from shardc.plan import Plan
 from shardc.step import Runtime
-from shardc.times import exchanged
 
 Slot = tuple[dict[str, Any], str, str]
 """a module's dict of parameters, the key in it, the parameter's name"""
@@ -68,13 +66,11 @@ def swapped(
             owner[key] = value
 
 
-def params_of(plan: Plan, parameters: dict[str, nn.Parameter], library: str = "") -> dict[str, Param]:
-    """Layouts and dtypes by parameter name, and how gradients go where a library moves bytes."""
+def params_of(plan: Plan, parameters: dict[str, nn.Parameter]) -> dict[str, Param]:
+    """Layouts and dtypes by parameter name."""
     layouts = plan.layouts({name: (tuple(p.shape), p.requires_grad) for name, p in parameters.items()})
     scale = 1 / plan.topology.world if plan.reduce == "mean" else 1.0
-    by_exchange = exchanged(plan.topology, library)
-    found = {name: _param(plan, layouts[name], p.dtype, scale) for name, p in parameters.items()}
-    return {name: replace(param, exchanged=by_exchange) for name, param in found.items()}
+    return {name: _param(plan, layouts[name], p.dtype, scale) for name, p in parameters.items()}
 
 
 def _param(plan: Plan, layout: Layout, master: torch.dtype, scale: float) -> Param:

@@ -21,6 +21,7 @@ from passes.build import copy, outputs
 from passes.chunk import chunk
 from passes.errors import Error
 from passes.excerpt import excerpt, needed
+from passes.exchange import exchange
 from passes.fuse import fuse
 from passes.insert import Param
 from passes.layout import Layout
@@ -36,7 +37,7 @@ from shardc.capture import Captured
 from shardc.footprint import footprint
 from shardc.plan import Plan
 from shardc.runner import Runner
-from shardc.times import Merging, Times, flat_pays, pieces_of, times_us
+from shardc.times import Merging, Times, exchanged, flat_pays, pieces_of, times_us
 from shardc.topology import Topology
 
 
@@ -80,6 +81,8 @@ class Program:
     run: Runner
     orders: Orders = field(default_factory=Orders)
     """what the ranks agreed on"""
+    library: str = ""
+    """what moves bytes, where that is known ("gloo")"""
     made: dict[Variant, fx.Graph] = field(default_factory=dict)
     window: float = 1.0
     """of what the schedule would like to gather ahead, the part that it may"""
@@ -146,21 +149,22 @@ class Program:
             graph = copy(self.halves[0])
             if variant.stale:
                 graph = self.run("refresh", refresh, graph, self.params, variant.stale)
-            return self._fused(graph)
+            return self._routed(graph)
         graph, accumulated = copy(self.halves[1]), dict(variant.accumulated)
         if accumulated:
             graph = self.run("accumulate", accumulate, graph, accumulated)
         everyone = {p.layout.name: p for p in (*self.params.values(), *accumulated.values())}
         if variant.synced:
             graph = self.run("sync", sync, graph, everyone)
-        return self._fused(graph)
+        return self._routed(graph)
 
-    def _fused(self, graph: fx.Graph) -> fx.Graph:
-        """What the plan has flat. All ranks find the same: it depends on parameters and links alone."""
-        if self.plan.chain == "hop":
-            return graph
-        always = self.plan.chain == "flat"
-        return self.run("fuse", fuse, graph, lambda starts: always or flat_pays(starts, self.topology))
+    def _routed(self, graph: fx.Graph) -> fx.Graph:
+        """Flat where the plan has it so, and exchanged where that is faster. All ranks find the same: it depends on
+        parameters, links and libraries alone."""
+        if self.plan.chain != "hop":
+            always = self.plan.chain == "flat"
+            graph = self.run("fuse", fuse, graph, lambda starts: always or flat_pays(starts, self.topology))
+        return self.run("exchange", exchange, graph, exchanged(self.topology, self.library))
 
     def _verify(self, graph: fx.Graph, variant: Variant) -> None:
         if variant.half == "forward":
@@ -238,7 +242,7 @@ class Program:
         and backward after `partition`, `bucket`, `chunk`, `schedule` and `regions`."""
         if stage == "bucket":
             named = zip(self.halves, ("forward", "backward"), strict=True)
-            return tuple(self._bucketed(self._fused(copy(g)), half) for g, half in named if g is not None)
+            return tuple(self._bucketed(self._routed(copy(g)), half) for g, half in named if g is not None)
         if stage == "chunk":
             return tuple(self._chunked(graph) for graph in self.after("bucket"))
         if stage == "schedule":

@@ -18,6 +18,7 @@ from torch import fx
 from passes.accumulate import accumulate
 from passes.bucket import bucket
 from passes.chunk import chunk
+from passes.exchange import exchange
 from passes.fuse import fuse
 from passes.insert import Param, insert
 from passes.layout import Layout
@@ -46,6 +47,7 @@ PASSES: dict[str, Callable[[fx.Graph], fx.Graph | tuple[fx.Graph, ...]]] = {
     "accumulate": lambda graph: accumulate(graph, param(ON_GPU)),
     "sync": lambda graph: sync(graph, param(replace(ON_GPU, optim=1))),
     "fuse": fuse,
+    "exchange": lambda graph: exchange(graph, {"gpu"}),
     "bucket": lambda graph: bucket(graph, ["layers.0.w", "layers.0.v", "w", "v"]),
     "chunk": lambda graph: chunk(graph, lambda chain: 2),
     "schedule": schedule,
