@@ -21,8 +21,8 @@ becomes
         convert_element_type_1: bf16[4, 4] = convert_element_type(fold, bf16)
         return {'w': convert_element_type_1}
 
-Gloo's reduce-scatter sends as much as its all-reduce, twice what is needed; an all-to-all sends only what is. The sum is
-an op that a compiler fuses with what follows, and is made in float32.
+Gloo's reduce-scatter sends as much as its all-reduce, twice what is needed; an all-to-all sends only what is. The sum
+is an op that a compiler fuses with what follows, and is made in float32.
 """
 
 from __future__ import annotations

@@ -19,14 +19,9 @@ from test_fuse import JOINT
 
 TWO = Topology(node=2, gpu=2)
 LAYOUT = Layout("w", (8, 4), (("gpu", 2), ("node", 2)), 2, 2, 2, 2)
-SLOW_SCATTER = {
-    "reduce_scatter": ((1 << 10, 20.0), (1 << 20, 2000.0)),
-    "all_to_all": ((1 << 10, 20.0), (1 << 20, 1000.0)),
-}
-FAST_SCATTER = {
-    "reduce_scatter": ((1 << 10, 20.0), (1 << 20, 900.0)),
-    "all_to_all": ((1 << 10, 20.0), (1 << 20, 1000.0)),
-}
+EXCHANGED = ((1 << 10, 20.0), (1 << 20, 1000.0))
+SLOW_SCATTER = {"reduce_scatter": ((1 << 10, 20.0), (1 << 20, 2000.0)), "all_to_all": EXCHANGED}
+FAST_SCATTER = {"reduce_scatter": ((1 << 10, 20.0), (1 << 20, 900.0)), "all_to_all": EXCHANGED}
 
 
 @pytest.mark.parametrize("flat", [False, True])
