@@ -19,7 +19,8 @@ from torch import nn
 
 from passes.build import copy
 from passes.order import Orders
-from shardc.compile import planned
+from shardc import _torch
+from shardc.compile import paused_gc, planned
 from shardc.footprint import footprint
 from shardc.model import named, params_of
 from shardc.plan import Plan
@@ -54,12 +55,9 @@ class Prediction:
     """by (move, axis), on their lanes"""
     exposed_us: dict[tuple[str, str], float]
     """by (move, axis): how long compute waits"""
+    peak_bytes: float
     held_bytes: dict[str, float]
     """by kind, at the peak"""
-
-    @property
-    def peak_bytes(self) -> float:
-        return sum(self.held_bytes.values())
 
 
 class Predictor:
@@ -97,15 +95,16 @@ class Predictor:
         self, plan: Plan, micro_batches: int = 1, *, optimizer_states: int = 2, memory_bytes: int | None = None
     ) -> Prediction:
         """Of a step under a plan. Less is gathered ahead, if that is needed to stay below `memory_bytes`."""
-        programs = {depth: self.program(plan, depth) for depth in self.traced}
-        for window in WINDOWS:
-            found = [
-                (weight, predicted(_with_window(programs[depth], window), micro_batches, optimizer_states))
-                for depth, weight in self._weights().items()
-            ]
-            prediction = _sum(found)
-            if memory_bytes is None or prediction.peak_bytes <= memory_bytes:
-                break
+        with paused_gc(), _torch.lazy_code():
+            programs = {depth: self.program(plan, depth) for depth in self.traced}
+            for window in WINDOWS:
+                found = [
+                    (weight, predicted(_with_window(programs[depth], window), micro_batches, optimizer_states))
+                    for depth, weight in self._weights().items()
+                ]
+                prediction = _sum(found)
+                if memory_bytes is None or prediction.peak_bytes <= memory_bytes:
+                    break
         return prediction
 
     def on_line(self, of: Callable[[Program], float]) -> float:
@@ -160,7 +159,13 @@ def _sum(terms: Sequence[tuple[float, Prediction]]) -> Prediction:
             values[name] = {key: max(0.0, total) for key, total in sums.items()}
         elif name != "plan":
             values[name] = sum(weight * getattr(it, name) for weight, it in terms)
+    values["held_bytes"] = _shared_out(values["peak_bytes"], values["held_bytes"])
     return replace(first, **values)
+
+
+def _shared_out(total: float, parts: dict[str, float]) -> dict[str, float]:
+    """What is at the peak of one depth may be of another kind than what is at that of the other."""
+    return {kind: part * total / sum(parts.values()) for kind, part in parts.items()}
 
 
 def predicted(program: Program, micro_batches: int, optimizer_states: int = 2) -> Prediction:
@@ -182,8 +187,10 @@ def predicted(program: Program, micro_batches: int, optimizer_states: int = 2) -
     update_us = _update_us(program, optimizer_states)
     step_us = sum(n * us for n, us in zip(times, took_us, strict=True)) + update_us
     compute_us = busy.pop(COMPUTE, 0.0)
-    held = {kind: float(size) for kind, size in footprint(program, calls, optimizer_states).peak.by_kind.items()}
-    return Prediction(program.plan, step_us, compute_us, update_us, dict(busy), dict(moved), dict(exposed), held)
+    peak = footprint(program, calls, optimizer_states).peak
+    held = {kind: float(size) for kind, size in peak.by_kind.items()}
+    lanes = dict(busy), dict(moved), dict(exposed)
+    return Prediction(program.plan, step_us, compute_us, update_us, *lanes, float(peak.bytes), held)
 
 
 def _stands_for(batch: int, micro_batches: int) -> int:

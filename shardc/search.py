@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import inf
+from math import inf, log
 from typing import Any
 
 import torch
@@ -32,8 +32,10 @@ from shardc.topology import Topology
 
 TOLERANCE = 0.01
 """By so much of a step a plan that was not simulated may be faster than the best."""
-MOST = 32
+MOST = 6
 """Plans that are simulated."""
+ALIKE = 0.005
+"""Steps that differ by less are taken to be equal, until they are simulated."""
 LISTED = 12
 """Plans that a table has."""
 
@@ -51,6 +53,8 @@ class Candidate:
     """no schedule of its step is faster"""
     rest_bytes: int
     """that it holds between a forward and its backward, at least"""
+    estimate_us: float
+    """that its step is likely to take"""
     moves: tuple[float, ...] = field(repr=False)
     """what each call of a step moves over each axis"""
     prediction: Prediction | None = None
@@ -73,9 +77,9 @@ class Candidate:
         return self.prediction.peak_bytes if self.prediction else self.rest_bytes
 
     @property
-    def order(self) -> tuple[float, float, int, int]:
-        """The most promising first; of equals what moves least, holds least, splits least."""
-        return self.bound_us, sum(self.moves), self.rest_bytes, len({*self.row})
+    def order(self) -> tuple[int, int, float, int]:
+        """The most promising first; of about equals what splits fewest axes, moves least, holds least."""
+        return round(log(self.estimate_us) / ALIKE), self.space.cuts(self.row), sum(self.moves), self.rest_bytes
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,15 @@ def search(
 
 def _legal(space: Space, wiring: Sequence[Wiring]) -> list[Candidate]:
     found = [
-        Candidate(space, row, wires, space.bound_us(row, wires), space.rest_bytes(row), space.signature(row, wires))
+        Candidate(
+            space,
+            row,
+            wires,
+            space.bound_us(row, wires),
+            space.rest_bytes(row),
+            space.estimate_us(row, wires),
+            space.signature(row, wires),
+        )
         for row in rows(space.topology)
         for wires in wiring
         if space.is_legal(row, wires)
@@ -195,8 +207,10 @@ def _ranked(
         candidate.twin = seen.get(candidate.moves)
         if candidate.twin:
             continue
-        if candidate.bound_us >= (1 - TOLERANCE) * best_us or len(seen) >= most:
+        if len(seen) >= most:
             break
+        if candidate.bound_us >= (1 - TOLERANCE) * best_us:
+            continue
         seen[candidate.moves] = candidate
         _simulate(candidate, predict)
         if candidate.holds_bytes <= limit:

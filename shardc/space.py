@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise, product
+from math import inf
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -31,15 +32,20 @@ from passes.build import outputs, placeholders
 from passes.memory import lives
 from passes.schedule import Flight, lay_out
 from passes.wire import BITS, CASTS, SCALE_BYTES
+from shardc.cost import MOVES
 from shardc.model import compute_dtype
 from shardc.plan import Plan
 from shardc.predict import Predictor
 from shardc.program import Program, Variant
-from shardc.times import exchanged
+from shardc.times import PIECES, exchanged
 from shardc.topology import Topology
 
 BLOCK = 256
 """Elements that share a scale in wires of these plans."""
+
+
+ONCE = ("refresh", "sync")
+"""Moves of a step; the others are of each of its micro-batches."""
 
 
 class Factors(NamedTuple):
@@ -61,7 +67,7 @@ class Wiring(NamedTuple):
 
 
 def rows(topology: Topology) -> Iterator[Factors]:
-    """Every legal row: 14 on an axis of 2, 2431 on 128 hosts of 8."""
+    """Every legal row: 7 on an axis of 2, 2431 on 128 hosts of 8."""
     known = topology.factors()
     for optim in known:
         below = [factor for factor in known if factor <= optim]
@@ -83,6 +89,8 @@ def wirings(topology: Topology, up: Collection[str], down: Collection[str]) -> l
 class Group(NamedTuple):
     """What parameters have in common."""
 
+    rows: int
+    """of dim 0, which is split"""
     master_bytes: int
     """of an element"""
     weight_bytes: int
@@ -104,10 +112,27 @@ class Facts:
 
     groups: Mapping[Group, int]
     """with their elements"""
-    compute_us: float
-    """of a forward and a backward"""
+    forward_us: float
+    """of compute"""
+    backward_us: float
     saved_bytes: float
     """of activations, between a forward and its backward"""
+    layers: int
+
+
+class Call(NamedTuple):
+    """A forward or a backward of a step. What it moves it waits for; nothing goes on into the next."""
+
+    times: int
+    compute_us: float
+    lanes_us: tuple[float, ...]
+    """by axis, at full bandwidth"""
+    end_us: tuple[float, ...]
+    """by axis: what the first op waits for, or what is left to do when the last is over"""
+    reach: int
+    """the factor that this begins with, or ends at"""
+    between: tuple[tuple[int, int], ...]
+    """factors, of each move"""
 
 
 class Space:
@@ -122,6 +147,7 @@ class Space:
         """(axis, factor below it, factor with it), inner first"""
         self.exchanged = exchanged(topology)
         self.up, self.down, self.whole = cache(self._up), cache(self._down), cache(self._whole)
+        self.padded = cache(self._padded)
 
     def plan(self, row: Factors, wiring: Wiring) -> Plan:
         """Raises `Error` for a wire over what is all-reduced."""
@@ -134,6 +160,10 @@ class Space:
         }
         return Plan(split, **states, **wires, wire_block=BLOCK, **self.options)
 
+    def cuts(self, row: Factors) -> int:
+        """How many axes are split, and how often."""
+        return len({*row} - {1, *(end for *_, end in self.ranges)})
+
     def _wire(self, split: Topology, form: str, axes: int) -> dict[str, str]:
         own = {lane for axis in self.topology.axes[:axes] for lane in self.topology.lanes(axis)}
         return {axis: form for axis in split.axes if own & {*split.lanes(axis)}}
@@ -144,27 +174,41 @@ class Space:
 
     # Bytes
 
+    def _padded(self, optim: int) -> list[tuple[Group, int]]:
+        """Each group, and its elements with the padding of rows that do not divide by the optimizer's factor."""
+        groups = self.facts.groups.items()
+        return [(group, n // group.rows * -(-group.rows // optim) * optim) for group, n in groups]
+
     def moved(self, row: Factors, wiring: Wiring) -> dict[str, tuple[float, ...]]:
-        """Microseconds that each move keeps each axis (inner first) busy in a step, at full bandwidth."""
+        """Microseconds for which each move keeps each axis (inner first) busy in a step, at full bandwidth."""
+        found = self._once(row, wiring)
+        return {move: found[move] if move in ONCE else _times(self.micro_batches, found[move]) for move in MOVES}
+
+    def _once(self, row: Factors, wiring: Wiring) -> dict[str, tuple[float, ...]]:
         params, after_forward, grads, optim = row
-        up, down, many = wiring[:2], wiring[2:], self.micro_batches
-        whole = self.whole(optim)
+        up, down = wiring[:2], wiring[2:]
         return {
-            "refresh": self.up("trainable", params, optim, up),
-            "forward gather": _times(many, self.up("", 1, params, up)),
-            "backward gather": _times(many, self.up("regathered", 1, after_forward, up)),
-            "reduce": _times(many, self.down("trainable", 1, grads, down)),
-            "sync": _sum(self.down("trainable", grads, optim, down), whole),
+            "refresh": self.up("trainable", params, optim, optim, up),
+            "forward gather": self.up("", 1, params, optim, up),
+            "backward gather": self.up("regathered", 1, after_forward, optim, up),
+            "reduce": self.down("trainable", 1, grads, optim, down),
+            "sync": _sum(self.down("trainable", grads, optim, optim, down), self.whole(optim)),
         }
 
-    def _up(self, kind: str, low: int, high: int, wire: tuple[str, int]) -> tuple[float, ...]:
+    def _up(self, kind: str, low: int, high: int, optim: int, wire: tuple[str, int]) -> tuple[float, ...]:
         """All-gathers of a kind of parameters, once."""
         return tuple(
-            self._us(axis, "all_gather", _share(low, high, start, end) * self._climbing_bytes(kind, i, high, wire))
-            for i, (axis, start, end) in enumerate(self.ranges)
+            self._us(axis, "all_gather", share * self._climbing_bytes(kind, i, high, optim, wire))
+            for i, (axis, share) in enumerate(self._shares(low, high).items())
         )
 
-    def _climbing_bytes(self, kind: str, i: int, high: int, wire: tuple[str, int]) -> float:
+    def _shares(self, low: int, high: int) -> dict[str, float]:
+        """Of the full value, what a rank sends over each axis between two factors."""
+        return {
+            axis: 1 / min(max(low, start), end) - 1 / min(max(high, start), end) for axis, start, end in self.ranges
+        }
+
+    def _climbing_bytes(self, kind: str, i: int, high: int, optim: int, wire: tuple[str, int]) -> float:
         """Of all parameters of a kind in full. What an outer axis has quantized stays so on inner ones."""
         form, axes = wire
         first = len(self.ranges) - axes
@@ -172,28 +216,28 @@ class Space:
         quantized = form and (i >= first or reached >= first)
         return sum(
             elements * (_element_bytes(form, group.weight_bytes) if quantized and group.wired else group.weight_bytes)
-            for group, elements in self.facts.groups.items()
+            for group, elements in self.padded(optim)
             if not kind or getattr(group, kind)
         )
 
-    def _down(self, kind: str, low: int, high: int, wire: tuple[str, int]) -> tuple[float, ...]:
+    def _down(self, kind: str, low: int, high: int, optim: int, wire: tuple[str, int]) -> tuple[float, ...]:
         """Reduce-scatters of the gradients of a kind of parameters, once."""
         form, axes = wire
         found = []
-        for i, (axis, start, end) in enumerate(self.ranges):
+        for i, (axis, share) in enumerate(self._shares(low, high).items()):
             quantized = form and i >= len(self.ranges) - axes
             total = sum(
                 n * (_element_bytes(form, g.gradient_bytes) if quantized and g.wired else g.gradient_bytes)
-                for g, n in self.facts.groups.items()
+                for g, n in self.padded(optim)
                 if g.trainable and getattr(g, kind)
             )
             ways = "all_to_all" if quantized or axis in self.exchanged else "reduce_scatter"
-            found.append(self._us(axis, ways, _share(low, high, start, end) * total))
+            found.append(self._us(axis, ways, share * total))
         return tuple(found)
 
     def _whole(self, optim: int, kind: str = "trainable") -> tuple[float, ...]:
         """All-reduces over what the optimizer's rung lacks, once."""
-        groups = self.facts.groups.items()
+        groups = self.padded(optim)
         total = sum(n * g.gradient_bytes for g, n in groups if g.trainable and getattr(g, kind)) / optim
         found = []
         for axis, start, end in self.ranges:
@@ -204,35 +248,82 @@ class Space:
     def _us(self, axis: str, kind: str, sent_bytes: float) -> float:
         return self.topology.link(axis).sent_us(kind, sent_bytes) if sent_bytes else 0.0
 
+    def signature(self, row: Factors, wiring: Wiring) -> tuple[float, ...]:
+        """What each call moves: where it is the same, so is the schedule, but for the hops of a split axis."""
+        return tuple(round(us, 3) for call in self._calls(row, wiring) for us in call.lanes_us)
+
     # What follows
+
+    def _calls(self, row: Factors, wiring: Wiring) -> Iterator[Call]:
+        """Of a step: the first forward refreshes, the last backward syncs."""
+        refresh, gather, again, reduce, sync = self._once(row, wiring).values()
+        params, after_forward, grads, optim = row
+        forward, backward, others = self.facts.forward_us, self.facts.backward_us, self.micro_batches - 1
+        first, last = partial(self._first, row, wiring), partial(self._last, row, wiring)
+        gathers, reduces = (1, params), ((1, after_forward), (1, grads))
+        yield Call(1, forward, _sum(refresh, gather), first(optim), optim, ((params, optim), gathers))
+        yield Call(1, backward, _sum(again, reduce, sync), last(self.topology.world), optim, (*reduces, (grads, optim)))
+        if others:
+            yield Call(others, forward, gather, first(params), params, (gathers,))
+            yield Call(others, backward, _sum(again, reduce), last(grads), grads, reduces)
+
+    def _first(self, row: Factors, wiring: Wiring, high: int) -> tuple[float, ...]:
+        return self.up("first", 1, high, row.optim, wiring[:2])
+
+    def _last(self, row: Factors, wiring: Wiring, low: int) -> tuple[float, ...]:
+        reduces = self.down("last", 1, min(low, row.optim), row.optim, wiring[2:])
+        return _sum(reduces, self.whole(row.optim, "last")) if low == self.topology.world else reduces
 
     def bound_us(self, row: Factors, wiring: Wiring) -> float:
         """No schedule of a step is faster."""
-        lanes_us = [sum(of_axis) for of_axis in zip(*self.moved(row, wiring).values(), strict=True)]
-        up, down, again = wiring[:2], wiring[2:], self.micro_batches - 1
-        alone_us = self.facts.compute_us + self._exposed_us(row.params, row.grads, up, down)
-        last_us = self.facts.compute_us + self._exposed_us(
-            row.optim, row.optim, up, down, self.whole(row.optim, "last")
-        )
-        return max(again * alone_us + last_us, *lanes_us) + self.update_us(row)
+        calls = self._calls(row, wiring)
+        return self.update_us(row) + sum(c.times * max(c.compute_us + max(c.end_us), *c.lanes_us) for c in calls)
 
-    def signature(self, row: Factors, wiring: Wiring) -> tuple[float, ...]:
-        """What each call moves. Of one micro-batch, the forward refreshes and the backward syncs."""
-        refresh, forward, backward, reduce, sync = self.moved(row, wiring).values()
-        if self.micro_batches == 1:
-            refresh, forward, reduce, sync = (0.0,), _sum(refresh, forward), _sum(reduce, sync), (0.0,)
-        return tuple(round(us, 3) for us in (*refresh, *forward, *backward, *reduce, *sync))
+    def estimate_us(self, row: Factors, wiring: Wiring) -> float:
+        """What a schedule is likely to take: with the latencies of hops, and copies of rows that are padded."""
+        copies_us, total = self._copies_us(row) / 2, self.update_us(row)
+        for call in self._calls(row, wiring):
+            computes_us = call.compute_us + copies_us + self._in_pieces_us(row, call.reach, call.end_us)
+            total += call.times * max(computes_us, *_sum(call.lanes_us, self._latencies_us(row, call.between)))
+        return total
 
-    def _exposed_us(
-        self, high: int, low: int, up: tuple[str, int], down: tuple[str, int], whole: Sequence[float] = (0.0,)
-    ) -> float:
-        """What the first op waits for, and what is left to do when the last one is over."""
-        head_us = max(self.up("first", 1, high, up))
-        return head_us + max(max(self.down("last", 1, low, down)), *whole)
+    def _in_pieces_us(self, row: Factors, high: int, moved_us: Sequence[float]) -> float:
+        """Of a chain with nothing beside it: its hops side by side, a piece behind the other, or one after another."""
+        shares = self._shares(1, high)
+        full_us = {axis: us / (shares[axis] or inf) for (axis, *_), us in zip(self.ranges, moved_us, strict=True)}
+        taken = []
+        for pieces in (1, PIECES):
+            hops = self._hops(row, 1, high)
+            each = [full_us[axis] * (1 / a - 1 / b) / pieces + self._latency_us(axis, a, b) for axis, a, b in hops]
+            taken.append(sum(each) + (pieces - 1) * max(each, default=0.0))
+        return min(taken)
+
+    def _copies_us(self, row: Factors) -> float:
+        """Of uneven rows: in the forward, in the backward, and of gradients; each reads and writes."""
+        uneven = sum(n * g.weight_bytes for g, n in self.padded(row.optim) if g.rows % row.optim)
+        device = self.topology.computes
+        return 4 * uneven / device.memory_gb_per_s / device.efficiency / 1e3
+
+    def _hops(self, row: Factors, low: int, high: int) -> Iterator[tuple[str, int, int]]:
+        """(axis, factor below, factor with it) of each hop between two factors."""
+        for axis, start, end in self.ranges:
+            cuts = sorted({min(max(factor, start), end) for factor in (*row, low, high, start, end)})
+            yield from ((axis, a, b) for a, b in pairwise(cuts) if low <= a and b <= high)
+
+    def _latency_us(self, axis: str, low: int, high: int) -> float:
+        return (high // low - 1) * self.topology.link(axis).latency_us
+
+    def _latencies_us(self, row: Factors, between: Iterable[tuple[int, int]]) -> tuple[float, ...]:
+        """By axis: of all hops of moves between factors, one a layer. (What is all-reduced comes on top.)"""
+        found = dict.fromkeys((axis for axis, *_ in self.ranges), 0.0)
+        for low, high in between:
+            for axis, a, b in self._hops(row, low, high):
+                found[axis] += self.facts.layers * self._latency_us(axis, a, b)
+        return tuple(found.values())
 
     def update_us(self, row: Factors) -> float:
         """The optimizer reads gradients; masters and its state it reads and writes."""
-        total = sum(n * g.master_bytes for g, n in self.facts.groups.items() if g.trainable) / row.optim
+        total = sum(n * g.master_bytes for g, n in self.padded(row.optim) if g.trainable) / row.optim
         device = self.topology.computes
         return total * (1 + 2 * (1 + self.states)) / device.memory_gb_per_s / device.efficiency / 1e3
 
@@ -241,7 +332,7 @@ class Space:
         gradients, activations."""
         params, after_forward, grads, optim = row
         total = self.facts.saved_bytes
-        for group, n in self.facts.groups.items():
+        for group, n in self.padded(optim):
             if group.trainable:
                 total += n * group.master_bytes * (1 + self.states) / optim
                 total += n * group.weight_bytes / params * (params < optim)
@@ -250,11 +341,6 @@ class Space:
                 total += n * group.master_bytes / params
             total += n * group.weight_bytes / after_forward * (group.regathered and after_forward < params)
         return int(total)
-
-
-def _share(low: int, high: int, start: int, end: int) -> float:
-    """Of the full value, what a rank sends over an axis between two factors."""
-    return 1 / min(max(low, start), end) - 1 / min(max(high, start), end)
 
 
 def _element_bytes(form: str, own: int) -> float:
@@ -267,8 +353,8 @@ def _times(n: int, values: Sequence[float]) -> tuple[float, ...]:
     return tuple(n * value for value in values)
 
 
-def _sum(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
+def _sum(*values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(map(sum, zip(*values, strict=True)))
 
 
 # From a model
@@ -288,7 +374,8 @@ def facts_of(predictor: Predictor, parameters: Mapping[str, nn.Parameter], base:
         groups[_group(base, name, parameter, {key: _star(name) in found for key, found in names.items()})] += (
             parameter.numel()
         )
-    return Facts(groups, predictor.on_line(_compute_us), predictor.on_line(_saved_bytes))
+    forward_us, backward_us = (predictor.on_line(partial(_compute_us, half=half)) for half in ("forward", "backward"))
+    return Facts(groups, forward_us, backward_us, predictor.on_line(_saved_bytes), max(1, predictor.depth))
 
 
 def _names(starts: Iterable[fx.Node]) -> set[str]:
@@ -313,6 +400,7 @@ def _ends(program: Program, half: str) -> list[Flight]:
 def _group(base: Plan, name: str, parameter: nn.Parameter, which: Mapping[str, bool]) -> Group:
     weight = compute_dtype(base, parameter.dtype)
     return Group(
+        parameter.shape[0] if parameter.ndim else 1,
         parameter.dtype.itemsize,
         weight.itemsize,
         (base.reduce_dtype or weight).itemsize,
@@ -322,13 +410,13 @@ def _group(base: Plan, name: str, parameter: nn.Parameter, which: Mapping[str, b
     )
 
 
-def _compute_us(program: Program) -> float:
-    """Of a forward and a backward, with what is not fused away by their hops."""
-    total = 0.0
-    for variant in (v for v in program.step() if not v.stale):
-        graph = program.draft(variant)
-        total += sum(us for node, us in program.times_us(graph, variant.half).items() if not ops.is_start(node))
-    return total
+def _compute_us(program: Program, half: str) -> float:
+    """Without what only some plans need: hops, and copies of rows that are padded."""
+    variant = next((v for v in program.step() if v.half == half), None)
+    if not variant:
+        return 0.0
+    us = program.times_us(program.draft(variant), half).items()
+    return sum(t for node, t in us if not ops.is_start(node) and node.target not in (ops.compact, ops.expand))
 
 
 def _saved_bytes(program: Program) -> float:

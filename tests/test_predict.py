@@ -91,13 +91,13 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def predictor() -> Predictor:
-    return Predictor(deep(24), shardc.Plan.zero3(TOPOLOGY, param_dtype=torch.bfloat16), IDS)
+    return Predictor(deep(16), shardc.Plan.zero3(TOPOLOGY, param_dtype=torch.bfloat16), IDS)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_deep_model_takes_what_shallow_ones_foretell(name: str, predictor: Predictor) -> None:
     plan = PLANS[name](TOPOLOGY, param_dtype=torch.bfloat16)
-    whole = predicted(shardc.trace(deep(24), plan, IDS, keep=False), 1)
+    whole = predicted(shardc.trace(deep(16), plan, IDS, keep=False), 1)
     found = predictor(plan)
     assert found.step_us == pytest.approx(whole.step_us, rel=0.02)
     assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)

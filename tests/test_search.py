@@ -118,7 +118,7 @@ def test_the_best_is_as_fast_as_any_that_fits(micro_batches: int, memory: str) -
 
 
 def test_plans_are_ranked_and_say_why_they_are_not_the_best() -> None:
-    found = search(memory="30MB")
+    found = search(memory="22MB")
     simulated = [c for c in found.ranked if c.prediction and c.holds_bytes <= found.memory_bytes]
     assert simulated == sorted(simulated, key=lambda c: c.step_us)
     reasons = {c.row: found.why(c) for c in found.ranked}
@@ -128,7 +128,7 @@ def test_plans_are_ranked_and_say_why_they_are_not_the_best() -> None:
 
 
 def test_memory_that_no_plan_meets_names_the_nearest() -> None:
-    with pytest.raises(Error, match=r"No plan fits 1\.0 MiB a rank: the one that needs least needs .* more \("):
+    with pytest.raises(Error, match=r"No plan fits 1\.00 MiB a rank: the one that needs least needs .* more \("):
         search(memory="1MiB")
 
 
