@@ -17,8 +17,8 @@ from shardc.cost import step_bytes
 from shardc.links import Device, Link
 from shardc.model import named
 from shardc.plan import state_bytes
-from shardc.predict import Predictor
-from shardc.refine import Cost, _solved
+from shardc.predict import Predictor, predicted
+from shardc.refine import Cost, _solved, refined
 from shardc.search import TOLERANCE, Found
 from shardc.space import Space, Wiring, facts_of, rows, wirings
 from shardc.topology import Topology
@@ -106,7 +106,7 @@ def search(layers: int = 4, topology: Topology = TWO, **options: object) -> Foun
 
 @pytest.mark.parametrize(("micro_batches", "memory"), [(1, "80GB"), (1, "30MB"), (4, "80GB")])
 def test_the_best_is_as_fast_as_any_that_fits(micro_batches: int, memory: str) -> None:
-    found = search(micro_batches=micro_batches, memory=memory)
+    found = search(micro_batches=micro_batches, memory=memory, most=25)
     space, predictor = space_of(TWO, micro_batches)
     limit = shardc.plan.bytes_of(memory)
     all_of_them = [predictor(space.plan(row, Wiring()), micro_batches, memory_bytes=limit) for row in rows(TWO)]
@@ -174,14 +174,19 @@ def test_the_integer_program_finds_what_trying_all_finds() -> None:
 
 def test_spare_memory_keeps_some_layers_from_their_forward_to_their_backward() -> None:
     slow = Topology(node=4, gpu=2).with_links(DEVICE, node=Link(0.5, 10.0), gpu=FAST)
-    tight = search(layers=24, topology=slow, memory="60MB", micro_batches=2)
-    assert tight.plan.overrides
-    assert tight.best.holds_bytes <= tight.memory_bytes
-    program = shardc.trace(deep(24), tight.plan, IDS, keep=False)
-    plain = shardc.trace(deep(24), tight.ranked[1].plan, IDS, keep=False)
-    steps_us = [shardc.simulate(it, micro_batches=2).step_us for it in (program, plain)]
+    model, base = deep(16), shardc.Plan.zero3(slow, **BF16)
+    predictor = Predictor(model, base, IDS)
+    plain = predictor(base, 2)
+    limit = int(1.15 * plain.peak_bytes)
+    better = refined(plain, predictor, named(model), 2, limit, 2)
+    assert better
+    layers = [pattern for pattern, _ in better.plan.overrides if pattern.startswith("layers.")]
+    assert 0 < len(layers) < 16
+    programs = [shardc.trace(model, it.plan, IDS, keep=False) for it in (better, plain)]
+    steps_us = [predicted(program, 2).step_us for program in programs]
     assert steps_us[0] < steps_us[1]
-    assert shardc.simulate(program, micro_batches=2).peak_bytes <= tight.memory_bytes
+    assert better.step_us == pytest.approx(steps_us[0], rel=0.03)
+    assert predicted(programs[0], 2).peak_bytes <= limit
 
 
 # What people see
