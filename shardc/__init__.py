@@ -5,6 +5,7 @@ from shardc.calibrate import calibrate
 from shardc.compile import compile
 from shardc.emulate import emulate
 from shardc.plan import Plan
+from shardc.profile import Profile, profile
 from shardc.program import Program
 from shardc.quantized import quantization_error
 from shardc.search import search
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Error",
     "Plan",
+    "Profile",
     "Program",
     "Timeline",
     "Topology",
@@ -26,6 +28,7 @@ __all__ = [
     "compile",
     "emulate",
     "load",
+    "profile",
     "programs",
     "quantization_error",
     "search",

@@ -76,7 +76,7 @@ def _table(kind: str, group: Any, size: int, sizes: Sequence[int], device: torch
     for full_bytes in sorted(sizes) if size > 1 else ():
         rounds = 2 if kind == "all_reduce" else 1
         progress(f"measuring {kind} of {full_bytes:,} bytes over {size} ranks")
-        us = _slowest(_timed_us(_collective(kind, group, size, full_bytes, device), device), device)
+        us = slowest(_timed_us(_collective(kind, group, size, full_bytes, device), device), device)
         points.append((rounds * full_bytes * (size - 1) // size, max([us, *(p[1] for p in points)])))
         if us > SECONDS * 1e6:
             break
@@ -100,7 +100,7 @@ def _timed_us(call: Callable[[], Any], device: torch.device) -> float:
     """Median of a few; all ranks make as many calls, begun together."""
     call()
     once = _once_us(call, device)
-    count = max(3, min(50, int(SECONDS * 1e6 / max(1.0, _slowest(once, device)))))
+    count = max(3, min(50, int(SECONDS * 1e6 / max(1.0, slowest(once, device)))))
     return median(_once_us(call, device) for _ in range(count))
 
 
@@ -118,7 +118,7 @@ def _end(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _slowest(us: float, device: torch.device) -> float:
+def slowest(us: float, device: torch.device) -> float:
     """Of all ranks."""
     value = torch.tensor(us, dtype=torch.float64, device=device)
     dist.all_reduce(value, dist.ReduceOp.MAX)

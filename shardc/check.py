@@ -80,7 +80,7 @@ def check_inputs(model: nn.Module, inputs: Sequence[Any], hollows: Mapping[int, 
 
 def check_result(result: Any, hollows: Mapping[int, str]) -> None:
     """A parameter that the forward returns as it is does not pass through the graph, and its stand-in is empty."""
-    for value in _values(result):
+    for value in values_in(result):
         if id(value) in hollows:
             raise Error(
                 f"The forward returns the parameter {hollows[id(value)]!r} itself, of which a rank has only a piece.",
@@ -88,7 +88,7 @@ def check_result(result: Any, hollows: Mapping[int, str]) -> None:
             )
 
 
-def _values(nested: Any) -> list[Any]:
+def values_in(nested: Any) -> list[Any]:
     """All that is in nested outputs, dataclasses among them."""
     return [value for leaf in tree_leaves(nested) for value in (_fields(leaf) if _is_record(leaf) else [leaf])]
 
@@ -98,4 +98,4 @@ def _is_record(value: Any) -> bool:
 
 
 def _fields(record: Any) -> list[Any]:
-    return _values([getattr(record, field.name, None) for field in dataclasses.fields(record)])
+    return values_in([getattr(record, field.name, None) for field in dataclasses.fields(record)])

@@ -74,7 +74,7 @@ def _line(event: Event, events: Sequence[Event]) -> Line:
         duration(event.us),
         _named(behind) or "nothing",
         duration(event.exposed_us) if event.exposed_us else "",
-        "; ".join([*_exposed(event, computing), *_alone(event, events)]),
+        "; ".join([*why_exposed(event, computing), *_alone(event, events)]),
     )
     layer = re.search(r"\d+", event.name)
     return Line(cells, layer[0] if layer else "", event.exposed_us)
@@ -90,8 +90,8 @@ def _named(computing: Iterable[Event]) -> str:
     return ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
 
 
-def _exposed(event: Event, computing: Sequence[Event]) -> Iterator[str]:
-    """Why a hop is exposed."""
+def why_exposed(event: Event, computing: Sequence[Event]) -> Iterator[str]:
+    """Why a hop is exposed, beside the compute of its step."""
     if event.exposed_us:
         own = [e for e in computing if e.graph == event.graph]
         if event.behind:
@@ -139,8 +139,12 @@ def _folded(lines: Sequence[Line]) -> list[Line]:
 
 
 def _table(lines: Sequence[Line]) -> str:
-    rows = [HEAD, *((*line.cells[:1], _times(line), *line.cells[2:]) for line in lines)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    return in_columns([HEAD, *((*line.cells[:1], _times(line), *line.cells[2:]) for line in lines)])
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of as many cells each, a line each."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     text = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(text) + "\n"
 

@@ -47,13 +47,17 @@ class Flying:
 
     def wait(self) -> torch.Tensor:
         """What the hop brings. Raises `Error` with the hop where it failed."""
+        self.come()
+        self.source = None  # the group has read it
+        return self.out
+
+    def come(self) -> None:
+        """Returns when it has; on a GPU, what follows on the current stream waits for it. Raises as `wait` does."""
         if self.issued:
             self.issued.wait()
         if self.error:
             raise self.error
         self._named(self.work.wait)  # type: ignore[union-attr]
-        self.source = None  # the group has read it
-        return self.out
 
     def _named(self, call: Callable[[], Any]) -> Any:
         try:

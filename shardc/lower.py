@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -31,6 +32,8 @@ from shardc.lanes import Lane, wait
 
 BACKENDS = ("inductor", "inductor-whole", "eager")
 Callback = Callable[[str], None]
+Run = Callable[[list[Any]], Any]
+"""Takes, and empties, the list of a graph's inputs and returns what the graph returns."""
 
 
 @dataclass
@@ -43,12 +46,20 @@ class Lowering:
     progress: Callback = lambda text: None
     known: dict[str, Region] = field(default_factory=dict)
     compiled: dict[str, Callable[[list[Any]], Sequence[Any]]] = field(default_factory=dict)
+    runs: WeakKeyDictionary[fx.Graph, Run] = field(default_factory=WeakKeyDictionary)
+    """what was lowered, for as long as its graph lives"""
 
     def __post_init__(self) -> None:
         self.lanes = {axis: Lane(group) for axis, group in self.groups.items()}
 
-    def __call__(self, graph: fx.Graph, name: str) -> Callable[[list[Any]], Any]:
-        """A callable that takes, and empties, the list of the graph's inputs and returns what the graph returns."""
+    def __call__(self, graph: fx.Graph, name: str) -> Run:
+        """Of a graph that nobody edits any more; it is lowered once."""
+        run = self.runs.get(graph)
+        if run is None:
+            run = self.runs[graph] = self.lowered(graph, name)
+        return run
+
+    def lowered(self, graph: fx.Graph, name: str) -> Run:
         if self.backend == "eager":
             return emit(graph, name, self)
         if self.backend == "inductor-whole":
@@ -64,7 +75,7 @@ class Lowering:
             self.compiled[region.key] = _torch.compile_graph(in_aten(region.graph))
         return outer
 
-    def _whole(self, graph: fx.Graph, name: str) -> Callable[[list[Any]], Any]:
+    def _whole(self, graph: fx.Graph, name: str) -> Run:
         self.progress(f"compiling {name} as one graph")
         graph = unrelayed(copy(graph))
         hop_of = in_generated_code(graph)
@@ -188,7 +199,7 @@ def _constant(module: fx.GraphModule, value: torch.Tensor, write: Writer) -> fx.
 # Emitting the outer function
 
 
-def emit(graph: fx.Graph, name: str, lowering: Lowering) -> Callable[[list[Any]], Any]:
+def emit(graph: fx.Graph, name: str, lowering: Lowering) -> Run:
     """The graph as one Python function; `run.source` is its text."""
     writer = _Source(lowering)
     source = writer.function(graph, name)

@@ -30,10 +30,16 @@ SECONDS = 0.05
 def check_measurable(topology: Topology, backend: str) -> None:
     """Raises for a topology that does not say how fast its axes are, and for a backend that has no regions."""
     topology.computes  # noqa: B018 (it raises)
+    check_parts(backend, "measure=True")
+
+
+def check_parts(backend: str, wanted: str) -> None:
+    """Raises for a backend that has no regions."""
     if backend == "inductor-whole":
         raise Error(
             "backend='inductor-whole' compiles the graph with its collectives as one, of which no part can be measured",
-            fix="measure=True with backend='inductor'",
+            where=wanted,
+            fix=f"{wanted} with backend='inductor'",
         )
 
 

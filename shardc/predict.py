@@ -26,7 +26,7 @@ from shardc.model import named, params_of
 from shardc.plan import Plan
 from shardc.program import Program
 from shardc.runner import Runner
-from shardc.simulate import clocked
+from shardc.simulate import calls_of, clocked
 from shardc.stacks import shortened, stacks
 from shardc.timeline import COMPUTE, Event
 from shardc.trace import trace
@@ -171,7 +171,8 @@ def _shared_out(total: float, parts: dict[str, float]) -> dict[str, float]:
 def predicted(program: Program, micro_batches: int, optimizer_states: int = 2) -> Prediction:
     """Of a program as it is, by simulation."""
     simulated = min(micro_batches, ALIKE)
-    calls, clock = clocked(program, program.topology, simulated)
+    calls = calls_of(program, simulated)
+    clock = clocked(program, program.topology, calls)
     begins_us = [began[0] for began in clock.began]
     took_us = [end - begin for begin, end in pairwise([*begins_us, clock.now_us])]
     times = [_stands_for(i * simulated // len(calls), micro_batches) for i in range(len(calls))]

@@ -7,7 +7,7 @@ exposed communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -19,7 +19,7 @@ from passes.schedule import LanesOf, axes_of
 from shardc.bound import bound_of
 from shardc.footprint import footprint
 from shardc.program import Program, Variant
-from shardc.timeline import COMPUTE, Event, Timeline, label
+from shardc.timeline import COMPUTE, Event, Timeline, named
 from shardc.times import Times
 from shardc.topology import Topology
 
@@ -39,7 +39,21 @@ def simulate(
             f"The program is for {program.topology}, not for {topology}.",
             fix="Trace it with a plan for the topology that is meant.",
         )
-    calls, clock = clocked(program, topology, micro_batches)
+    return timeline_of(program, topology, calls_of(program, micro_batches), optimizer_states)
+
+
+Calls = Sequence[tuple[Variant, fx.Graph]]
+"""What a step calls, in order."""
+
+
+def calls_of(program: Program, micro_batches: int) -> Calls:
+    """Of an optimizer step."""
+    return [(variant, program.graph(variant)) for variant in program.step(micro_batches)]
+
+
+def timeline_of(program: Program, topology: Topology, calls: Calls, optimizer_states: int = 2) -> Timeline:
+    """Of a step that makes these calls."""
+    clock = clocked(program, topology, calls)
     held = footprint(program, calls, optimizer_states)
     points = (point for call in zip(clock.began, held.levels, strict=True) for point in zip(*call, strict=True))
     return Timeline(
@@ -52,19 +66,19 @@ def simulate(
     )
 
 
-def clocked(program: Program, topology: Topology, micro_batches: int) -> tuple[list[tuple[Variant, fx.Graph]], Clock]:
-    """The calls of a step, and the clock that they have gone through."""
-    calls = [(variant, program.graph(variant)) for variant in program.step(micro_batches)]
+def clocked(program: Program, topology: Topology, calls: Calls) -> Clock:
+    """The clock that the calls of a step have gone through."""
     times = {variant: program.times_us(graph, variant.half, topology) for variant, graph in dict(calls).items()}
     clock = Clock(topology.lanes)
-    for i, (variant, graph) in enumerate(calls):
-        clock.run(graph, times[variant], _name(variant, i, program, micro_batches))
-    return calls, clock
+    for (variant, graph), name in zip(calls, names(calls), strict=True):
+        clock.run(graph, times[variant], name)
+    return clock
 
 
-def _name(variant: Variant, index: int, program: Program, micro_batches: int) -> str:
-    number = index // (1 if program.halves[1] is None else 2)
-    return variant.half if micro_batches == 1 else f"{variant.half} {number}"
+def names(calls: Calls) -> list[str]:
+    """Of calls: forward, or forward 0 where there are several."""
+    halves = [variant.half for variant, _ in calls]
+    return [half if halves.count(half) == 1 else f"{half} {halves[:i].count(half)}" for i, half in enumerate(halves)]
 
 
 class Clock:
@@ -109,7 +123,7 @@ class Clock:
         begin_us = behind.end_us if behind else self.now_us
         event = Event(
             hop.axis,
-            f"{hop.purpose} {label(hop.params, hop.piece)}",
+            named(hop),
             graph,
             begin_us,
             begin_us + us,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import EllipsisType
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from passes import ops
@@ -28,7 +28,7 @@ from passes.insert import Param
 from shardc import _torch
 from shardc.capture import hollow
 from shardc.leaf import Changed, watched
-from shardc.lower import Lowering
+from shardc.lower import Lowering, Run
 from shardc.program import Program
 from shardc.unsynced import UnsyncedGradient
 
@@ -264,8 +264,8 @@ class Step:
             if n.name.startswith("tangents")
         ]
         self.draws = any(ops.is_random(node) for node in program.forward.nodes)
-        self.forwards: dict[frozenset[str], Callable[[list[Any]], Any]] = {}
-        self.backwards: dict[tuple[Any, ...], Callable[[list[Any]], Any]] = {}
+        self.forwards: dict[frozenset[str], fx.Graph] = {}
+        self.backwards: dict[tuple[Any, ...], fx.Graph] = {}
 
     def __call__(self, *flat: Any) -> tuple[Any, ...]:
         captured = self.program.captured
@@ -295,12 +295,11 @@ class Step:
             return value.detach() if isinstance(value, torch.Tensor) else value
         return self.params[name].shard if stale else self.params[name].at_rest()
 
-    def _forward(self, stale: frozenset[str]) -> Callable[[list[Any]], Any]:
+    def _forward(self, stale: frozenset[str]) -> Run:
         if stale not in self.forwards:
             names = {self.params[n].name for n in stale}
-            graph = self.program.refreshed(names) if stale else self.program.forward
-            self.forwards[stale] = self.runtime.lowering(graph, "forward_refresh" if stale else "forward")
-        return self.forwards[stale]
+            self.forwards[stale] = self.program.refreshed(names) if stale else self.program.forward
+        return self.runtime.lowering(self.forwards[stale], "forward_refresh" if stale else "forward")
 
     def run_backward(self, saved: list[Any], tangents: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Gradients by name, as autograd is to see them; what is not synced stays with the runtime."""
@@ -331,13 +330,13 @@ class Step:
             if p.accumulator is not None and (synced or name in own)
         }
 
-    def _backward(self, synced: bool, waiting: dict[str, Sharded]) -> Callable[[list[Any]], Any]:
+    def _backward(self, synced: bool, waiting: dict[str, Sharded]) -> Run:
         key = (synced, *waiting)
         if key not in self.backwards:
-            graph = self.program.variation(synced=synced, accumulated={n: p.param for n, p in waiting.items()})
-            name = "backward" + "_accumulate" * bool(waiting) + "_sync" * synced
-            self.backwards[key] = self.runtime.lowering(graph, name)
-        return self.backwards[key]
+            accumulated = {n: p.param for n, p in waiting.items()}
+            self.backwards[key] = self.program.variation(synced=synced, accumulated=accumulated)
+        name = "backward" + "_accumulate" * bool(waiting) + "_sync" * synced
+        return self.runtime.lowering(self.backwards[key], name)
 
     def _deliver(self, name: str, grad: torch.Tensor, synced: bool) -> torch.Tensor | None:
         p = self.runtime.params.get(name)

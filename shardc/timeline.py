@@ -1,10 +1,11 @@
-"""Timeline: what lanes do in one optimizer step, when, and what memory it takes; to read and to look at."""
+"""Timeline: what lanes do in one optimizer step, when, and what memory it takes; to read and to look at. Several of
+the same step are drawn underneath each other."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil, log10
@@ -65,22 +66,12 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """One optimizer step as it is foretold, without the optimizer's own arithmetic."""
+class Lanes:
+    """What lanes do in one optimizer step, without the optimizer's own arithmetic."""
 
     events: tuple[Event, ...]
     """by the time when they start"""
     step_us: float
-    bound: Bound
-    memory: tuple[tuple[float, int], ...]
-    """(microseconds, bytes of all that lives from then on), where it changes"""
-    rest_bytes: int
-    """of memory, what lives before and after the step too: master parameters and optimizer state"""
-    peak: Peak
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.peak.bytes
 
     @property
     def exposed_us(self) -> float:
@@ -108,6 +99,42 @@ class Timeline:
         """By lane: the part of the step in which it is busy."""
         return {lane: us / self.step_us for lane, us in self.busy_us.items()}
 
+    @property
+    def lanes(self) -> list[str]:
+        """Compute first, then axes."""
+        return sorted({event.lane for event in self.events}, key=lambda lane: (lane != COMPUTE, lane))
+
+    def trace(self, process: int = 0, name: str = "") -> Iterator[dict[str, Any]]:
+        """As events of Chrome's trace format: a thread a lane, of a process that has a number and, maybe, a name."""
+        if name:
+            yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
+        numbers = {lane: i for i, lane in enumerate(self.lanes)}
+        for lane, i in numbers.items():
+            yield {"ph": "M", "pid": process, "tid": i, "name": "thread_name", "args": {"name": lane}}
+            yield {"ph": "M", "pid": process, "tid": i, "name": "thread_sort_index", "args": {"sort_index": i}}
+        for e in self.events:
+            args: dict[str, Any] = {"graph": e.graph}
+            if e.hop:
+                args |= {"params": e.hop.params, "sent_bytes": e.sent_bytes, "exposed_us": e.exposed_us}
+            place = {"pid": process, "tid": numbers[e.lane], "ts": e.start_us, "dur": e.us}
+            yield {"ph": "X", "name": e.name, "cat": e.hop.purpose if e.hop else COMPUTE, **place, "args": args}
+
+
+@dataclass(frozen=True)
+class Timeline(Lanes):
+    """One optimizer step as it is foretold."""
+
+    bound: Bound
+    memory: tuple[tuple[float, int], ...]
+    """(microseconds, bytes of all that lives from then on), where it changes"""
+    rest_bytes: int
+    """of memory, what lives before and after the step too: master parameters and optimizer state"""
+    peak: Peak
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.bytes
+
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
@@ -122,32 +149,25 @@ class Timeline:
         for name, us in list(self.exposed.items())[:5]:
             yield f"exposed   {duration(us):>10}  {name}"
 
-    @property
-    def lanes(self) -> list[str]:
-        """Compute first, then axes."""
-        return sorted({event.lane for event in self.events}, key=lambda lane: (lane != COMPUTE, lane))
-
     def chrome_trace(self, path: str | Path) -> None:
         """Writes a file for Perfetto (ui.perfetto.dev) and chrome://tracing."""
-        Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": list(self._trace())}))
+        write_trace(path, self.trace())
 
-    def _trace(self) -> Iterator[dict[str, Any]]:
-        numbers = {lane: i for i, lane in enumerate(self.lanes)}
-        for lane, i in numbers.items():
-            yield {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": lane}}
-            yield {"ph": "M", "pid": 0, "tid": i, "name": "thread_sort_index", "args": {"sort_index": i}}
-        for e in self.events:
-            args: dict[str, Any] = {"graph": e.graph}
-            if e.hop:
-                args |= {"params": e.hop.params, "sent_bytes": e.sent_bytes, "exposed_us": e.exposed_us}
-            place = {"pid": 0, "tid": numbers[e.lane], "ts": e.start_us, "dur": e.us}
-            yield {"ph": "X", "name": e.name, "cat": e.hop.purpose if e.hop else COMPUTE, **place, "args": args}
+    def trace(self, process: int = 0, name: str = "") -> Iterator[dict[str, Any]]:
+        yield from super().trace(process, name)
         for us, size_bytes in self.memory:
-            yield {"ph": "C", "pid": 0, "name": "memory", "ts": us, "args": {"bytes": size_bytes}}
+            yield {"ph": "C", "pid": process, "name": "memory", "ts": us, "args": {"bytes": size_bytes}}
 
     def svg(self, path: str | Path) -> None:
         """Writes a picture: a row a lane, exposed time in red, memory underneath."""
-        Path(path).write_text(_Picture(self).text())
+        title = f"step {duration(self.step_us)}, exposed {duration(self.exposed_us)}, bound {duration(self.bound.us)} "
+        title += f"({self.bound.by}), peak {size(self.peak_bytes)}"
+        write_picture(path, title, {"": self}, self)
+
+
+def write_trace(path: str | Path, events: Iterable[dict[str, Any]]) -> None:
+    """Writes events of Chrome's trace format."""
+    Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events)}))
 
 
 def duration(us: float) -> str:
@@ -174,22 +194,35 @@ def label(params: Sequence[str], piece: tuple[int, int] = ops.WHOLE) -> str:
     return params[0] if len(params) == 1 else f"{'.'.join(shared) or 'model'} ({len(params)})"
 
 
+def named(hop: ops.Hop) -> str:
+    """A hop in short: 'gather layers.3 (9)'."""
+    return f"{hop.purpose} {label(hop.params, hop.piece)}"
+
+
 PURPOSE_COLOURS = {"gather": "#4c9a6a", "refresh": "#8bbf4d", "reduce": "#c27d2c", "sync": "#8a63b8"}
 COMPUTE_COLOURS = ("#6f9bd1", "#8fb3df")
 """Of one block and the next."""
 EXPOSED_COLOUR = "#d43d3d"
 
 
+def write_picture(path: str | Path, title: str, steps: Mapping[str, Lanes], memory: Timeline | None = None) -> None:
+    """Writes the lanes of steps underneath each other, on one scale of time, each below its name; and underneath the
+    memory of one that is foretold."""
+    Path(path).write_text(_Picture(title, steps, memory).text())
+
+
 class _Picture:
     """Left column of names, one row a lane, a curve, an axis of time."""
 
-    LEFT, WIDTH, ROW, CURVE = 90, 1500, 34, 120
+    LEFT, WIDTH, TOP, NAME, ROW, CURVE = 90, 1500, 50, 22, 34, 120
 
-    def __init__(self, timeline: Timeline):
-        self.timeline = timeline
-        self.lanes = timeline.lanes
-        self.scale = self.WIDTH / max(timeline.step_us, 1e-9)
-        self.height = 60 + self.ROW * len(self.lanes) + self.CURVE + 60
+    def __init__(self, title: str, steps: Mapping[str, Lanes], memory: Timeline | None):
+        self.heading, self.steps, self.memory = title, steps, memory
+        self.end_us = max(lanes.step_us for lanes in steps.values())
+        self.scale = self.WIDTH / max(self.end_us, 1e-9)
+        self.bottom = self.TOP + sum(self.NAME * bool(n) + self.ROW * len(it.lanes) for n, it in steps.items())
+        self.bottom += self.CURVE if memory else 0
+        self.height = self.bottom + 70
 
     def x(self, us: float) -> float:
         return self.LEFT + us * self.scale
@@ -198,13 +231,12 @@ class _Picture:
         width = self.LEFT + self.WIDTH + 30
         head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{self.height}" '
         head += 'font-family="sans-serif" font-size="11">'
-        rows = [*self.title(), *self.rows(), *self.curve(), *self.ticks()]
+        curve = self.curve(self.memory) if self.memory else ()
+        rows = [*self.title(), *self.rows(), *curve, *self.ticks()]
         return "\n".join([head, f'<rect width="{width}" height="{self.height}" fill="white"/>', *rows, "</svg>\n"])
 
     def title(self) -> Iterator[str]:
-        it = self.timeline
-        text = f"step {duration(it.step_us)}, exposed {duration(it.exposed_us)}, bound {duration(it.bound.us)}"
-        yield f'<text x="{self.LEFT}" y="18" font-size="14">{text} ({it.bound.by}), peak {size(it.peak_bytes)}</text>'
+        yield f'<text x="{self.LEFT}" y="18" font-size="14">{escape(self.heading)}</text>'
         colours = {**PURPOSE_COLOURS, "exposed": EXPOSED_COLOUR}
         for i, (name, colour) in enumerate(colours.items()):
             x = self.LEFT + 80 * i
@@ -212,11 +244,20 @@ class _Picture:
             yield f'<text x="{x + 14}" y="37">{name}</text>'
 
     def rows(self) -> Iterator[str]:
+        y = self.TOP
+        for name, lanes in self.steps.items():
+            if name:
+                yield f'<text x="8" y="{y + 15}" font-weight="bold">{escape(name)}</text>'
+                y += self.NAME
+            yield from self.of_step(lanes, y)
+            y += self.ROW * len(lanes.lanes)
+
+    def of_step(self, lanes: Lanes, top: float) -> Iterator[str]:
         shade: dict[str, int] = {}
-        for i, lane in enumerate(self.lanes):
-            y = 50 + self.ROW * i
+        for i, lane in enumerate(lanes.lanes):
+            y = top + self.ROW * i
             yield f'<text x="8" y="{y + 17}">{escape(lane)}</text>'
-            for event in self.timeline.events:
+            for event in lanes.events:
                 if event.lane == lane:
                     yield self.box(event, y, shade.setdefault(event.graph + event.name, len(shade)))
 
@@ -237,8 +278,8 @@ class _Picture:
             parts.append(f'<text x="{x + 3:.2f}" y="{y + 16}" fill="white">{escape(event.name)}</text>')
         return f"<g><title>{escape(note)}</title>{''.join(parts)}</g>"
 
-    def curve(self) -> Iterator[str]:
-        it, bottom = self.timeline, 50 + self.ROW * len(self.lanes) + self.CURVE
+    def curve(self, it: Timeline) -> Iterator[str]:
+        bottom = self.bottom
         factor = (self.CURVE - 20) / max(it.peak_bytes, 1)
         points: list[str] = []
         before = 0.0
@@ -257,8 +298,8 @@ class _Picture:
 
     def ticks(self) -> Iterator[str]:
         y = self.height - 50
-        step = 10 ** ceil(log10(max(self.timeline.step_us, 1e-3) / 12))
-        for i in range(int(self.timeline.step_us / step) + 1):
+        step = 10 ** ceil(log10(max(self.end_us, 1e-3) / 12))
+        for i in range(int(self.end_us / step) + 1):
             x = self.x(i * step)
             yield f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{y}" y2="{y + 5}" stroke="black"/>'
             yield f'<text x="{x:.2f}" y="{y + 18}" text-anchor="middle">{duration(i * step)}</text>'
