@@ -8,7 +8,7 @@ such a stack is captured as it is.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -176,22 +176,31 @@ def predicted(program: Program, micro_batches: int, optimizer_states: int = 2) -
     begins_us = [began[0] for began in clock.began]
     took_us = [end - begin for begin, end in pairwise([*begins_us, clock.now_us])]
     times = [_stands_for(i * simulated // len(calls), micro_batches) for i in range(len(calls))]
-    busy: Counter[str] = Counter()
-    moved: Counter[tuple[str, str]] = Counter()
-    exposed: Counter[tuple[str, str]] = Counter()
+    busy: defaultdict[str, float] = defaultdict(float)
+    moved: defaultdict[tuple[str, str], float] = defaultdict(float)
+    exposed: defaultdict[tuple[str, str], float] = defaultdict(float)
     for event in clock.events:
-        n = _stands_for(int((*event.graph.split(), 0)[1]), micro_batches)
-        busy[event.lane] += n * event.us  # type: ignore[assignment]
+        n = _stands_for(int((*event.graph.split(), "0")[1]), micro_batches)
+        busy[event.lane] += n * event.us
         if event.hop:
-            moved[move_of(event), event.lane] += n * event.us  # type: ignore[assignment]
-            exposed[move_of(event), event.lane] += n * event.exposed_us  # type: ignore[assignment]
+            moved[move_of(event), event.lane] += n * event.us
+            exposed[move_of(event), event.lane] += n * event.exposed_us
     update_us = _update_us(program, optimizer_states)
     step_us = sum(n * us for n, us in zip(times, took_us, strict=True)) + update_us
     compute_us = busy.pop(COMPUTE, 0.0)
     peak = footprint(program, calls, optimizer_states).peak
     held = {kind: float(size) for kind, size in peak.by_kind.items()}
-    lanes = dict(busy), dict(moved), dict(exposed)
-    return Prediction(program.plan, step_us, compute_us, update_us, *lanes, float(peak.bytes), held)
+    return Prediction(
+        program.plan,
+        step_us,
+        compute_us,
+        update_us,
+        dict(busy),
+        dict(moved),
+        dict(exposed),
+        float(peak.bytes),
+        held,
+    )
 
 
 def _stands_for(batch: int, micro_batches: int) -> int:

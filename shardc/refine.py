@@ -93,10 +93,11 @@ def choose(
     choices = [own, *(c for p in range(plan.optim + 1) for a in range(p + 1) if (c := Choice(p, a)) != own)]
     costs = [[_cost(plan, group, choice, micro_batches) for choice in choices] for group in groups]
     counts = [len(group.patterns) for group in groups]
-    now = sum(n * of_group[0].lanes_us for n, of_group in zip(counts, costs, strict=True))
+    now = np.sum([n * of_group[0].lanes_us for n, of_group in zip(counts, costs, strict=True)], 0)
     least_us = prediction.compute_us
     found = _solved(costs, counts, least_us, spare_bytes)
-    then = sum(n @ np.array([cost.lanes_us for cost in of_group]) for n, of_group in zip(found, costs, strict=True))
+    lanes_us = [np.array([cost.lanes_us for cost in of_group]) for of_group in costs]
+    then = np.sum([n @ of_group for n, of_group in zip(found, lanes_us, strict=True)], 0)
     if max(least_us, *then) > (1 - WORTH) * max(least_us, *now):
         return None
     return [{c: int(n) for c, n in zip(choices[1:], of_group[1:], strict=True) if n} for of_group in found]
@@ -157,6 +158,5 @@ def _with_overrides(plan: Plan, groups: Sequence[Group], chosen: Sequence[Mappin
 
 def with_rows(plan: Plan, rows: Mapping[str, Choice]) -> Plan:
     """The plan with other rungs for parameters that match patterns."""
-    overrides = {pattern: dict(changes) for pattern, changes in plan.overrides}
-    overrides |= {pattern: choice._asdict() for pattern, choice in rows.items()}
-    return replace(plan, overrides=overrides)
+    more = ((pattern, tuple(choice._asdict().items())) for pattern, choice in rows.items())
+    return replace(plan, overrides=(*plan.overrides, *more))

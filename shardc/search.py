@@ -158,7 +158,7 @@ def search(
     began = time.perf_counter()
     say = progress or _to_stderr
     limit = bytes_of(memory, "memory") or int(topology.computes.memory_gb * 1e9)
-    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    dtypes: dict[str, Any] = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     parameters = named(model)
     predictor = Predictor(model, base := Plan.zero3(topology, **dtypes), *args, progress=say, **kwargs)
     space = Space(topology, facts_of(predictor, parameters, base), dtypes, micro_batches, optimizer_states)

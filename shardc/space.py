@@ -153,12 +153,10 @@ class Space:
         """Raises `Error` for a wire over what is all-reduced."""
         split = self.topology.split({*row})
         rung = {split.shared_by(n): n for n in reversed(range(len(split.axes) + 1))}
-        states = {state: rung[factor] for state, factor in row._asdict().items()}
-        wires = {
-            "gather_wire": self._wire(split, wiring.up, wiring.up_axes),
-            "reduce_wire": self._wire(split, wiring.down, wiring.down_axes),
-        }
-        return Plan(split, **states, **wires, wire_block=BLOCK, **self.options)
+        states: dict[str, Any] = {state: rung[factor] for state, factor in row._asdict().items()}
+        up = self._wire(split, wiring.up, wiring.up_axes)
+        down = self._wire(split, wiring.down, wiring.down_axes)
+        return Plan(split, **states, gather_wire=up, reduce_wire=down, wire_block=BLOCK, **self.options)
 
     def cuts(self, row: Factors) -> int:
         """How many axes are split, and how often."""
