@@ -113,7 +113,7 @@ class Hosts:
             codes = self._run_all(commands, logs, given, timeout_s)
             texts = [log.read_text(errors="replace") for log in logs]
         if any(code != 0 for code in codes):
-            ends = "\n".join(f"--- host {i}\n{text[-3000:]}" for i, text in enumerate(texts))
+            ends = "\n".join(f"--- host {i}\n{text[-6000:]}" for i, text in enumerate(texts))
             raise RuntimeError(f"exit codes {codes} (None: did not end) of {' '.join(command)}\n{ends}")
         return texts[0]
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,7 +79,8 @@ def main() -> int:
         except Missing as missing:
             print(f"wire.py: {missing}", file=sys.stderr)
             return 2
-    write(records, options.out)
+    text = write(records, options.out)
+    print(text if options.tables else NOTE)
     return int(any("error" in record for record in records.all))
 
 
@@ -174,10 +176,16 @@ def line(record: Record) -> str:
     """Of one finished job, to read while others run."""
     about = f"{record['layout']} {record['rate']} M={record['micro_batches']} {record['row']}".replace("  ", " ")
     if "error" in record:
-        return f"{about}: FAILED\n{record['error']}"
+        return f"{about}: FAILED, {reason(record['error'])}"
     steps = sorted(record.get("steps_s", []))
     step = f"{steps[len(steps) // 2]:.3f} s a step, " if steps else ""
     return f"{about}: {step}{record['took_s']:.0f} s in all"
+
+
+def reason(output: str) -> str:
+    """The first exception in what a job has printed; all of it is in the record."""
+    named = re.search(r"^(?:\[rank\d+\]:\s*)?([\w.]*(?:Error|Exception)\b.*)$", output, re.MULTILINE)
+    return named[1] if named else output.strip().splitlines()[0]
 
 
 def run_layout(options: argparse.Namespace, text: str, records: Records) -> None:
@@ -241,16 +249,17 @@ def memory_of_best(bench: Bench, task: Task) -> int | None:
     return int(table.rows[best]["peak_bytes"]) if best else None
 
 
-def write(records: Records, folder: Path) -> None:
-    """All tables as one file, and plots."""
+def write(records: Records, folder: Path) -> str:
+    """All tables as one file, and plots; returns the tables."""
     tables = [Table(records.all, setting) for setting in settings(records.all)]
     text = "\n\n".join([*map(str, tables), NOTE])
     (folder / "tables.md").write_text(text + "\n")
-    print(f"\n{text}\n\nwritten to {folder / 'tables.md'}")
+    print(f"written to {folder / 'tables.md'}")
     try:
         print(*(f"written to {path}" for path in plot(tables, folder)), sep="\n")
     except ImportError as error:
         print(f"No plot: {error}. Install matplotlib (it is one of shardc[dev]), and run this with --tables.")
+    return text
 
 
 if __name__ == "__main__":

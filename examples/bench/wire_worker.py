@@ -218,14 +218,15 @@ def foretold(task: Task, system: System, parameters: dict[str, Any]) -> Result:
     assert system.plan
     program = replace(shardc.programs(system.model)[0], made={}, orders=Orders())
     prediction = predicted(replace(program, pace={}), task.micro_batches)
-    bound = shardc.simulate(program, micro_batches=task.micro_batches).bound
+    simulated = shardc.simulate(program, micro_batches=task.micro_batches)
     moved = by_axis(step_bytes(system.plan, parameters, task.micro_batches, regathered=regathered(program)))
     node_bytes = sum(size for axis, size in moved.items() if "node" in axis.split("+"))
     return {
         "closed_bytes": node_bytes * task.processes,
         "foretold_s": prediction.step_us / 1e6,
-        "bound_s": bound.us / 1e6,
-        "bound_by": bound.by,
+        "foretold_peak_bytes": simulated.peak_bytes,
+        "bound_s": simulated.bound.us / 1e6,
+        "bound_by": simulated.bound.by,
         "plan": str(system.plan),
     }
 
