@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from llama import Llama
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 Start = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, Any], tuple[dist.Work, Callable[[], Any]]]
 """Starts a reduce-scatter: what to wait for, and what is left to do then."""
@@ -37,35 +37,31 @@ def sharded_by_fsdp2(
     while compute goes on ("background"), for which gradients must not change their dtype. A GPU has its own.
     """
     mesh = init_device_mesh(device, tuple(sizes), mesh_dim_names=("node", "gpu"))
-    custom = _custom(reduces if device == "cpu" else "own", mesh["node"].get_group() if replicated else None)
-    in_background = isinstance(custom, Reduces)
-    if in_background and dtype:
-        raise ValueError("FSDP2 casts a reduced gradient at once; what runs in the background is not there yet")
+    custom = _custom(reduces if device == "cpu" else "own", dtype, mesh["node"].get_group() if replicated else None)
     if not replicated:
         mesh = init_device_mesh(device, (sizes[0] * sizes[1],))
-    elif in_background:
+    elif isinstance(custom, Reduces):
         mesh = mesh["gpu"]
-    parts = [*model.layers, model]
-    for part in parts:
+    for part in (*model.layers, model):
         if compiled and part is not model:
             part.compile(fullgraph=True, dynamic=False)
         after = False if held else None
         fully_shard(part, mesh=mesh, reshard_after_forward=after, mp_policy=MixedPrecisionPolicy(dtype))
+        if custom:
+            custom.take_over(part)
     _prefetch(model, prefetch)
     if device == "cpu":
         model._set_unshard_async_op(True)
-    for part in parts if custom else ():
-        part.set_custom_reduce_scatter(custom)
-        if in_background and replicated:
-            part.set_all_reduce_hook(custom.all_reduce)
     return model, custom.settle if custom else lambda: None
 
 
-def _custom(reduces: How, over_nodes: dist.ProcessGroup | None) -> Exchange | None:
+def _custom(reduces: How, dtype: torch.dtype | None, over_nodes: dist.ProcessGroup | None) -> Exchange | None:
     """What takes the place of FSDP2's own reduce-scatter."""
-    if reduces.endswith("background"):
-        return Reduces(over_nodes, exchange if reduces.startswith("exchanged") else scatter)
-    return Exchange() if reduces == "exchanged" else None
+    if not reduces.endswith("background"):
+        return Exchange() if reduces == "exchanged" else None
+    if dtype:
+        raise ValueError("FSDP2 casts a reduced gradient at once; what runs in the background is not there yet")
+    return Reduces(over_nodes, exchange if reduces.startswith("exchanged") else scatter)
 
 
 def _prefetch(model: Llama, count: int) -> None:
@@ -101,6 +97,9 @@ def exchange(
 class Exchange:
     """A reduce-scatter for `set_custom_reduce_scatter`."""
 
+    def take_over(self, part: FSDPModule) -> None:
+        part.set_custom_reduce_scatter(self)
+
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -130,6 +129,11 @@ class Reduces(Exchange):
         self.open = 0
         self.idle = threading.Condition()
         threading.Thread(target=self._run, daemon=True).start()
+
+    def take_over(self, part: FSDPModule) -> None:
+        super().take_over(part)
+        if self.over_nodes:
+            part.set_all_reduce_hook(self.all_reduce)
 
     def __call__(
         self,

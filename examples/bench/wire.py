@@ -71,7 +71,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *of_signal: sys.exit(143))  # so that hosts are removed
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each rank starts a pool of compilers
     options.out.mkdir(parents=True, exist_ok=True)
-    records = Records(options.out / "jobs.jsonl", keep=options.resume or options.tables)
+    records = Records(options.out / "jobs.jsonl")
+    if records.all and not (options.resume or options.tables):
+        print(f"wire.py: {records.path} has {len(records.all)} jobs: --resume, or another --out", file=sys.stderr)
+        return 2
     if not options.tables:
         try:
             for text in options.layouts:
@@ -96,18 +99,20 @@ def worker(path: Path) -> int:
 class Records:
     """Finished jobs, kept in a file."""
 
-    def __init__(self, path: Path, keep: bool):
+    def __init__(self, path: Path):
         self.path = path
-        if not keep:
-            path.write_text("")
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.all: list[Record] = [json.loads(line) for line in lines]
+        self.all: list[Record] = []
+        for text in path.read_text().splitlines() if path.exists() else ():
+            self._replace(json.loads(text))
 
     def add(self, record: Record) -> None:
-        """In the place of one of the same job that has failed."""
-        self.all = [r for r in self.all if not same(r, record)] + [record]
+        self._replace(record)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+    def _replace(self, record: Record) -> None:
+        """In the place of one of the same job, which has failed."""
+        self.all = [*(r for r in self.all if not same(r, record)), record]
 
     def find(self, job: Record) -> Record | None:
         return next((r for r in self.all if same(r, job) and "error" not in r), None)
@@ -128,10 +133,8 @@ class Bench:
 
     def task(self, row: str, rate: str = "", micro_batches: int = 1, **more: Any) -> Task:
         hosts, processes = map(int, self.layout.split("x"))
-        given = self.options
-        return Task(
-            row, hosts, processes, rate, micro_batches, given.warmup, given.steps, measure=given.measure, **more
-        )
+        given, measure = self.options, self.options.measure and row in ROWS and ROWS[row].kind == OURS
+        return Task(row, hosts, processes, rate, micro_batches, given.warmup, given.steps, measure=measure, **more)
 
     def __call__(self, task: Task) -> Record:
         """What has come of a task, now or before."""

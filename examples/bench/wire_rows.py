@@ -86,8 +86,6 @@ class System:
     """called before each micro-batch: whether it is the last of a step"""
     settle: Callable[[], None] = lambda: None
     """waits for what is still in flight when the last backward is over"""
-    hidden_bytes: int = 0
-    """that live between steps where Python does not see them"""
     plan: shardc.Plan | None = None
 
 
@@ -121,10 +119,6 @@ def parameters_of(model: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dt
     return {name: (tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()}
 
 
-def trained_bytes(model: nn.Module) -> int:
-    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
-
-
 # Without communication
 
 
@@ -151,7 +145,7 @@ def ddp(
     def begin(last: bool) -> None:
         wrapped.require_backward_grad_sync = last  # what `no_sync` sets
 
-    return System(wrapped, 1, begin, hidden_bytes=trained_bytes(model))
+    return System(wrapped, 1, begin)
 
 
 def in_bf16() -> tuple[Any, Any]:

@@ -145,15 +145,16 @@ class Table:
         return ", ".join(found) or "there is no baseline"
 
     def _choice(self, name: str) -> str:
-        limit = self.rows[name].get("memory") or float("inf")
-        suffix = name.removeprefix("planner")
-        alike = [n for n in self.ordered if n.startswith("shardc-") and _suffix(n) == suffix]
-        fitting = [n for n in alike if self.rows[n]["peak_bytes"] <= limit * SAME_MEMORY]
+        record, limit_bytes = self.rows[name], self.rows[name].get("memory") or float("inf")
+        alike = [n for n in self.ordered if n.startswith("shardc-") and _suffix(n) == name.removeprefix("planner")]
+        fitting = [n for n in alike if self.rows[n]["peak_bytes"] <= limit_bytes * SAME_MEMORY]
         fastest = min(fitting, key=self.step_s, default=None)
-        if not fastest:
-            return f"- {name}: no other row of this format fits"
-        slower = self.step_s(name) / self.step_s(fastest) - 1
-        return f"- {name}: {slower:+.1%} against {fastest}, the fastest of those that fit ({self.rows[name]['plan']})"
+        over = record["peak_bytes"] / limit_bytes - 1
+        than = (
+            f"{self.step_s(name) / self.step_s(fastest) - 1:+.1%} against {fastest}, the fastest" if fastest else "none"
+        )
+        note = f", itself {over:.1%} above the limit" if over > SAME_MEMORY - 1 else ""
+        return f"- {name} ({record['plan']}): {than} of those that fit{note}"
 
 
 def _suffix(name: str) -> str:

@@ -197,9 +197,8 @@ def mean(losses: list[torch.Tensor]) -> list[float]:
 
 
 def peak_bytes(loop: Loop) -> int:
-    """The most of a few steps on this rank, with what lives between them."""
-    found = [grown(loop.step) for _ in range(PEAK_STEPS)]
-    return storages(tensors()) + loop.system.hidden_bytes + max(found)
+    """The most of a few steps on this rank, with the tensors that live between them (DDP's buckets are such, too)."""
+    return max(grown(loop.step) for _ in range(PEAK_STEPS)) + storages(tensors())
 
 
 def tensors() -> Iterator[torch.Tensor]:
