@@ -11,13 +11,19 @@ bandwidth: what arrives is about 0.955 of the nominal rate. Needs root and iprou
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +32,10 @@ NETWORK = "10.77.0"
 FIRST = 10
 BURST, LIMIT = "128kb", "1mb"
 """Of the token bucket: what may go at once, and what may wait."""
+GRACE_S = 15.0
+"""When one host has failed, the others have this long to say why; what is told to end has this long to do it."""
+LIBC = ctypes.CDLL(None, use_errno=True)
+PR_SET_PDEATHSIG = 1
 
 
 class Missing(Exception):
@@ -43,18 +53,18 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         check()
+        remove_left_behind()
         try:
             self._make()
         except BaseException:
-            self.__exit__(None, None, None)
+            self._remove()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name in (*self.names, self.switch):
-            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
+        self._remove()
 
     def _make(self) -> None:
         _run("ip", "netns", "add", self.switch)
@@ -70,46 +80,63 @@ class Hosts:
             _run("ip", "-n", self.switch, "link", "set", f"port{i}", "master", "bridge")
             _run("ip", "-n", self.switch, "link", "set", f"port{i}", "up")
 
+    def _remove(self) -> None:
+        for name in namespaces() & {*self.names, self.switch}:
+            end_processes(name)
+            _run("ip", "netns", "del", name)
+
     def address(self, host: int) -> str:
         return f"{NETWORK}.{FIRST + host}"
 
     def rate(self, rate: str | None) -> None:
         """Of every link, both ways, as `tc` spells it ("400mbit"); None: as fast as it goes."""
         for i, name in enumerate(self.names):
-            for space, device in ((name, "eth0"), (self.switch, f"port{i}")):
-                subprocess.run(["tc", "-n", space, "qdisc", "del", "dev", device, "root"], stderr=subprocess.DEVNULL)
-                if rate:
-                    shape = ["tbf", "rate", rate, "burst", BURST, "limit", LIMIT]
-                    _run("tc", "-n", space, "qdisc", "add", "dev", device, "root", *shape)
+            _shape(name, "eth0", rate)
+            _shape(self.switch, f"port{i}", rate)
 
     def sent_bytes(self, host: int) -> int:
         """That a host has sent over its link so far."""
-        counter = "/sys/class/net/eth0/statistics/tx_bytes"
-        return int(_run("ip", "netns", "exec", self.names[host], "cat", counter))
+        found = json.loads(_run("ip", "-n", self.names[host], "-s", "-j", "link", "show", "eth0"))
+        return int(found[0]["stats64"]["tx"]["bytes"])
 
-    def torchrun(self, command: Sequence[str], *, processes: int, timeout_s: float = 600.0) -> str:
-        """What rank 0's host printed. Raises `RuntimeError` with the last lines of all where one fails."""
+    def torchrun(
+        self, command: Sequence[str], *, processes: int, timeout_s: float = 600.0, env: Mapping[str, str] | None = None
+    ) -> str:
+        """What rank 0's host printed. `env` is added to this process's. Raises `RuntimeError` with the last lines of
+        all where one fails or does not end in time. When this returns or raises, all that it started has ended."""
         port = random.randrange(20000, 30000)
         quiet = {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        env = {**os.environ, **quiet, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        given = {"OMP_NUM_THREADS": "1", **os.environ, **quiet, **(env or {})}
         with tempfile.TemporaryDirectory() as folder:
             logs = [Path(folder, str(i)) for i in range(self.count)]
-            running = [
-                subprocess.Popen(
-                    self._launched(i, command, processes, port), stdout=log.open("w"), stderr=subprocess.STDOUT, env=env
-                )
-                for i, log in enumerate(logs)
-            ]
-            try:
-                codes = [process.wait(timeout_s) for process in running]
-            finally:
-                for process in running:
-                    process.terminate()
-            texts = [log.read_text() for log in logs]
-        if any(codes):
-            ends = "\n".join(f"--- host {i}\n{text[-3000:]}" for i, text in enumerate(texts))
-            raise RuntimeError(f"exit codes {codes} of {' '.join(command)}\n{ends}")
+            commands = [self._launched(i, command, processes, port) for i in range(self.count)]
+            codes = self._run_all(commands, logs, given, timeout_s)
+            texts = [log.read_text(errors="replace") for log in logs]
+        if any(code != 0 for code in codes):
+            ends = "\n".join(f"--- host {i}\n{text[-6000:]}" for i, text in enumerate(texts))
+            raise RuntimeError(f"exit codes {codes} (None: did not end) of {' '.join(command)}\n{ends}")
         return texts[0]
+
+    def _run_all(
+        self, commands: Sequence[Sequence[str]], logs: Sequence[Path], env: Mapping[str, str], timeout_s: float
+    ) -> list[int | None]:
+        """The exit code of each, or None where it was still running in the end."""
+        running: list[subprocess.Popen[bytes]] = []
+        with ExitStack() as stack:
+            files = [stack.enter_context(log.open("wb")) for log in logs]
+            try:
+                for command, file in zip(commands, files, strict=True):
+                    running.append(
+                        subprocess.Popen(
+                            command, stdout=file, stderr=subprocess.STDOUT, env=env, preexec_fn=end_with_parent
+                        )
+                    )
+                return wait_for(running, timeout_s)
+            finally:
+                for name in self.names:
+                    end_processes(name)
+                for process in running:
+                    process.wait()
 
     def _launched(self, host: int, command: Sequence[str], processes: int, port: int) -> list[str]:
         return [
@@ -129,11 +156,69 @@ def check() -> None:
     if os.geteuid() != 0:
         raise Missing("Network namespaces are made by root only: run this with sudo.")
     name = f"shardc{os.getpid()}t"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        raise Missing(f"The kernel makes no network namespaces: {made.stderr.strip()} (in a container: --privileged).")
-    _run("ip", "netns", "del", name)
+    try:
+        _run("ip", "netns", "add", name)
+    except RuntimeError as error:
+        raise Missing(f"The kernel makes no network namespaces: {error} (in a container: --privileged).") from error
+    try:
+        _shape(name, "lo", "1gbit")
+    except RuntimeError as error:
+        raise Missing(f"The kernel shapes no links: {error} (it needs the module sch_tbf).") from error
+    finally:
+        _run("ip", "netns", "del", name)
+
+
+def _shape(space: str, device: str, rate: str | None) -> None:
+    shape = ["tbf", "rate", rate, "burst", BURST, "limit", LIMIT] if rate else ["noqueue"]
+    _run("tc", "-n", space, "qdisc", "replace", "dev", device, "root", *shape)
+
+
+def namespaces() -> set[str]:
+    return {line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()}
+
+
+def remove_left_behind() -> None:
+    """Hosts of a run that was killed. Its processes have ended with it (`end_with_parent`)."""
+    for name in namespaces():
+        made_by = re.fullmatch(r"shardc(\d+)(h\d+|s|t)", name)
+        if made_by and not Path("/proc", made_by[1]).exists():
+            _run("ip", "netns", "del", name)
+
+
+def end_processes(name: str) -> None:
+    """All that run in a namespace of ours, where nobody else has started any."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + GRACE_S
+        for pid in _pids(name):
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, number)
+        while _pids(name) and time.monotonic() < until:
+            time.sleep(0.1)
+
+
+def _pids(name: str) -> list[int]:
+    return [int(pid) for pid in _run("ip", "netns", "pids", name).split()]
+
+
+def end_with_parent() -> None:
+    """Called in a new process: it is told to end when its parent dies, however that comes about."""
+    if LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM):
+        raise OSError(ctypes.get_errno(), "prctl has refused")
+
+
+def wait_for(running: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
+    """Exit codes when all have ended, or when time is over; or soon after one has failed, for the others then wait for
+    what does not come."""
+    until = time.monotonic() + timeout_s
+    while None in (codes := [process.poll() for process in running]) and time.monotonic() < until:
+        if any(codes):
+            until = min(until, time.monotonic() + GRACE_S)
+        time.sleep(0.1)
+    return codes
 
 
 def _run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}`: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout

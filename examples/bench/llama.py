@@ -84,3 +84,28 @@ class Llama(nn.Module):
         rates = 10000.0 ** (-torch.arange(half, device=like.device) / half)
         angles = torch.outer(torch.arange(length, device=like.device), rates).repeat(1, 2)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and beside it a product of two small ones (LoRA, arXiv 2106.09685), zero at first."""
+
+    def __init__(self, linear: nn.Linear, rank: int):
+        super().__init__()
+        self.linear = linear
+        self.down = nn.Linear(linear.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, linear.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.up(self.down(x))
+
+
+def adapted(model: Llama, rank: int) -> Llama:
+    """The same model, frozen, with an adapter at every linear layer of its blocks."""
+    model.requires_grad_(False)
+    for block in model.layers:
+        for parent in (block, block.attention):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, Adapted(child, rank))
+    return model

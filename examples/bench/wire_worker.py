@@ -1,0 +1,237 @@
+"""What one job of `wire.py` does, in a process of its own or in one process a rank: it trains, measures links, searches
+for a plan, or trains in one process to have losses to compare with.
+
+A step is a forward and a backward of each micro-batch and the optimizer's update; steps follow each other without a
+barrier, so that what is put off to the next step is counted there. Python's garbage collector is off between them. Peak
+memory is taken in two more steps: what the C library's allocator gives out beyond what lives between steps, and that.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from allocator import grown
+from memory import storages
+from torch import nn
+from wire_rows import CONFIG, FORMATS, ROWS, System, Task, built, parameters_of
+
+import shardc
+from passes import ops
+from passes.order import Orders
+from shardc.cost import by_axis, step_bytes
+from shardc.predict import predicted
+from shardc.program import Program, Variant
+
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+"""Of the host that the process is in."""
+TOKENS = 256
+"""that texts are made of, of a larger vocabulary: that is what is learned first"""
+LEARNING_RATE = 1e-3
+PEAK_STEPS = 2
+
+Result = dict[str, Any]
+
+
+def work(task: Task, out: Path) -> None:
+    """The result of a task, written by the first rank."""
+    torch.set_num_threads(1)
+    result = _job(task.row)(task)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        out.write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _job(row: str) -> Callable[[Task], Result]:
+    if row in ROWS:
+        return measured
+    return {"calibrate": calibrated, "search": searched, "one-process": in_one_process}[row.split("/")[0]]
+
+
+def calibrated(task: Task) -> Result:
+    dist.init_process_group("gloo")
+    return {"topology": shardc.calibrate(task.shape).to_dict()}
+
+
+def searched(task: Task) -> Result:
+    """`search/-bf16`: with the formats of that suffix."""
+    options = FORMATS[task.row.split("/")[1]].search
+    with torch.device("meta"):
+        model = built()
+        ids = torch.zeros(1, CONFIG.context, dtype=torch.long)
+    found = shardc.search(model, task.shape, ids, ids, memory=task.memory, micro_batches=task.micro_batches, **options)
+    return {"plan": found.plan.to_json(), "foretold_s": found.best.step_us / 1e6, "table": str(found)}
+
+
+def in_one_process(task: Task) -> Result:
+    """Losses, where each micro-batch of each rank is a micro-batch. `one-process/alone-lora`: of that row's model."""
+    model = built(ROWS[task.row.split("/")[1]])
+    optimizer = adamw(model)
+    losses = []
+    for step in range(task.warmup + task.steps):
+        total = 0.0
+        for rank in range(task.world):
+            for micro in range(task.micro_batches):
+                loss = model(*batch(step, micro, rank)) / (task.world * task.micro_batches)
+                loss.backward()
+                total += float(loss.detach())
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses}
+
+
+def batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence and what follows each of its tokens."""
+    generator = torch.Generator().manual_seed(1_000_000 * step + 1_000 * micro + rank)
+    text = torch.randint(TOKENS, (1, CONFIG.context + 1), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, fused=True)
+
+
+class Loop:
+    """Trains, and writes down losses and when parts of steps were over."""
+
+    def __init__(self, task: Task, system: System):
+        self.task, self.system = task, system
+        self.optimizer = adamw(system.model)
+        self.losses: list[torch.Tensor] = []
+        self.accumulated_s: list[float] = []
+        self.updated_s: list[float] = []
+
+    def step(self) -> None:
+        self.accumulate()
+        self.accumulated_s.append(time.perf_counter())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.updated_s.append(time.perf_counter())
+
+    def accumulate(self) -> None:
+        total, count = torch.zeros(()), self.task.micro_batches
+        for micro in range(count):
+            self.system.begin(micro == count - 1)
+            loss = self.system.model(*batch(len(self.losses), micro, dist.get_rank())) / count
+            loss.backward()
+            total += loss.detach()
+        self.system.settle()
+        self.losses.append(total)
+
+    def begin(self) -> None:
+        """Forgets the times of steps before; the next one begins now."""
+        self.accumulated_s, self.updated_s = [], [time.perf_counter()]
+
+    def took_s(self) -> dict[str, list[float]]:
+        """Of all steps: each as long as the slowest rank took."""
+        whole = [end - begin for begin, end in pairwise(self.updated_s)]
+        first = [end - begin for begin, end in zip(self.updated_s, self.accumulated_s, strict=False)]
+        second = [whole_s - first_s for whole_s, first_s in zip(whole, first, strict=True)]
+        return {"steps_s": slowest(whole), "accumulate_s": slowest(first), "update_s": slowest(second)}
+
+
+def measured(task: Task) -> Result:
+    """Of one row."""
+    dist.init_process_group("gloo")
+    parameters = parameters_of(built(ROWS[task.row]))
+    began = time.perf_counter()
+    system = ROWS[task.row].make(task)
+    loop = Loop(task, system)
+    for _ in range(task.warmup):
+        loop.step()
+    ready_s = time.perf_counter() - began
+    with no_gc():
+        before = sent_bytes()
+        loop.begin()
+        for _ in range(task.steps):
+            loop.step()
+        sent = sent_bytes() - before
+    result = {**loop.took_s(), "sent_bytes": sent / task.steps, "losses": mean(loop.losses), "ready_s": ready_s}
+    result |= {"peak_bytes": slowest([float(peak_bytes(loop))])[0], "shared_by": system.shared_by}
+    return result | (foretold(task, system, parameters) if system.plan and dist.get_rank() == 0 else {})
+
+
+def sent_bytes() -> int:
+    """By this host so far, when no rank has anything left to send."""
+    dist.barrier()
+    found = int(SENT.read_text())
+    dist.barrier()
+    return found
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    """Collections take long, and come when they like."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def slowest(values: list[float]) -> list[float]:
+    """The largest of all ranks, one by one."""
+    found = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def mean(losses: list[torch.Tensor]) -> list[float]:
+    """Over all ranks."""
+    found = torch.stack(losses).double()
+    dist.all_reduce(found)
+    return (found / dist.get_world_size()).tolist()
+
+
+def peak_bytes(loop: Loop) -> int:
+    """The most of a few steps on this rank, with the tensors that live between them (DDP's buckets are such, too)."""
+    return max(grown(loop.step) for _ in range(PEAK_STEPS)) + storages(tensors())
+
+
+def tensors() -> Iterator[torch.Tensor]:
+    """All that live, without those that only stand for others (fake ones, DTensors, and on the meta device)."""
+    gc.collect()
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, nn.Parameter) and found.device.type != "meta":
+            yield found
+
+
+def foretold(task: Task, system: System, parameters: dict[str, Any]) -> Result:
+    """What closed forms, the simulation and its bound say of the first program, on one rank.
+
+    The step is foretold as the planner would: from the links and the device that were measured, not from regions.
+    """
+    assert system.plan
+    program = replace(shardc.programs(system.model)[0], made={}, orders=Orders())
+    prediction = predicted(replace(program, pace={}), task.micro_batches)
+    simulated = shardc.simulate(program, micro_batches=task.micro_batches)
+    moved = by_axis(step_bytes(system.plan, parameters, task.micro_batches, regathered=regathered(program)))
+    node_bytes = sum(size for axis, size in moved.items() if "node" in axis.split("+"))
+    return {
+        "closed_bytes": node_bytes * task.processes,
+        "foretold_s": prediction.step_us / 1e6,
+        "foretold_peak_bytes": simulated.peak_bytes,
+        "bound_s": simulated.bound.us / 1e6,
+        "bound_by": simulated.bound.by,
+        "plan": str(system.plan),
+    }
+
+
+def regathered(program: Program) -> set[str]:
+    """Parameters that the backward needs in full."""
+    if program.halves[1] is None:
+        return set()
+    return {name for hop in ops.hops(program.draft(Variant("backward")), "gather") for name in ops.hop(hop).params}
