@@ -16,9 +16,9 @@ becomes
         g: bf16[8, 4] = mm(t, tangents_1)
         all_to_all: bf16[8, 4] = all_to_all(g, 'gpu', 2, purpose='reduce', params=['w'])
         wait: bf16[8, 4] = wait(all_to_all)
-        convert_element_type: f32[8, 4] = convert_element_type(wait, f32)
+        convert_element_type: f32[8, 4] = prims.convert_element_type(wait, f32)
         fold: f32[4, 4] = fold(convert_element_type, 2)
-        convert_element_type_1: bf16[4, 4] = convert_element_type(fold, bf16)
+        convert_element_type_1: bf16[4, 4] = prims.convert_element_type(fold, bf16)
         return {'w': convert_element_type_1}
 
 Gloo's reduce-scatter sends as much as its all-reduce, twice what is needed; an all-to-all sends only what is. The sum

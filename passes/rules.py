@@ -263,7 +263,7 @@ def interleaved(it: Subject) -> Iterator[Broken]:
             yield Broken(node, f"`{node.name}` mixes what a gather did not", fix)
         elif node.target in (ops.all_gather, ops.compact) and any(shard.mixed for shard in shards):
             yield Broken(node, f"{shards[0].param} goes into `{node.name}` in the order of ranks", fix)
-        elif node.target is ops.reduce_scatter:
+        elif node.target in (ops.reduce_scatter, ops.all_to_all):
             axes = hop_axes(node)
             wanted = _sizes(it, axes[::-1]) if len(axes) > 1 else []
             if any(list(part.mixed) != wanted for part in it.gradients.get(node.all_input_nodes[0], (LOCAL,))):

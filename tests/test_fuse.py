@@ -81,6 +81,21 @@ def test_ranks_get_what_they_get_hop_by_hop() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("interleave(g, [2, 2])", "law 2, interleaved: the reduce reduce_scatter over gpu[+]node of w has its pieces"),
+        ("interleave(wait, [2, 2])", "law 2, full when used: w is still in the order of ranks"),
+    ],
+)
+def test_pieces_in_another_order_than_the_ranks_are_an_error(line: str, says: str) -> None:
+    text = fused(JOINT)
+    broken = text.replace(line, f"neg({line[11:].split(',')[0]})")
+    assert broken != text
+    with pytest.raises(shardc.Error, match=says):
+        verify({"w": LAYOUT}, joint=parse(broken))
+
+
 def test_what_is_used_in_between_or_is_another_move_stays() -> None:
     kept = JOINT.replace("again=True)\n    b:", "again=False)\n    b:")
     assert fused(kept).count("all_gather(") == 2
