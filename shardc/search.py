@@ -2,9 +2,10 @@
 
 Of every row of the ladder, with factors inside axes and with every wire that is allowed, closed forms say what it must
 hold, and a time that no schedule of it can beat (`shardc.space`). Plans are then simulated on the real graph
-(`shardc.predict`) by that time, least first, until what is left cannot beat the best by more than a tolerance. Of plans
-that move the same bytes in the same calls only the one that holds least is simulated. At last, what memory the best
-leaves over buys less communication, layer by layer (`shardc.refine`).
+(`shardc.predict`), a few, the most promising first, but none that cannot beat the best so far by more than a tolerance;
+what the others could be faster by at most is known. Of plans that move the same bytes in the same calls only the one
+that holds least is simulated. At last, what memory the best leaves over buys less communication, layer by layer
+(`shardc.refine`).
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ def search(
     dtypes: dict[str, Any] = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     parameters = named(model)
     predictor = Predictor(model, base := Plan.zero3(topology, **dtypes), *args, progress=say, **kwargs)
-    space = Space(topology, facts_of(predictor, parameters, base), dtypes, micro_batches, optimizer_states)
+    options = {**dtypes, "memory_limit": limit}
+    space = Space(topology, facts_of(predictor, parameters, base), options, micro_batches, optimizer_states)
     legal = _legal(space, wirings(topology, gather_wires, reduce_wires))
     fitting = sum(it.rest_bytes <= limit for it in legal)
     say(f"{len(legal)} plans, of which {fitting} may fit {size(limit)}")

@@ -312,7 +312,7 @@ class Space:
         return (high // low - 1) * self.topology.link(axis).latency_us
 
     def _latencies_us(self, row: Factors, between: Iterable[tuple[int, int]]) -> tuple[float, ...]:
-        """By axis: of all hops of moves between factors, one a layer. (What is all-reduced comes on top.)"""
+        """By axis: of all hops of moves between factors, one a layer; all-reduces are not counted."""
         found = dict.fromkeys((axis for axis, *_ in self.ranges), 0.0)
         for low, high in between:
             for axis, a, b in self._hops(row, low, high):

@@ -121,6 +121,7 @@ def test_plans_are_ranked_and_say_why_they_are_not_the_best() -> None:
     found = search(memory="22MB")
     simulated = [c for c in found.ranked if c.prediction and c.holds_bytes <= found.memory_bytes]
     assert simulated == sorted(simulated, key=lambda c: c.step_us)
+    assert found.plan.memory_limit == found.memory_bytes
     reasons = {c.row: found.why(c) for c in found.ranked}
     assert reasons[found.best.row] == ""
     assert all(why for row, why in reasons.items() if row != found.best.row)
