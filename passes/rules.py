@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from passes import ops
+from passes import feedback, ops
 from passes.accumulate import PREFIX
 from passes.build import outputs
 from passes.follow import (
@@ -37,7 +37,7 @@ from passes.follow import (
 from passes.layout import Layout
 from passes.memory import living, peak_bytes
 from passes.text import value_of
-from passes.wire import CASTS, FORMATS
+from passes.wire import CASTS, FORMATS, lost
 
 
 class Broken(NamedTuple):
@@ -83,7 +83,7 @@ class Subject:
     @cached_property
     def taken(self) -> list[fx.Node]:
         """Placeholders of a backward that take saved values."""
-        return [node for node in self.placeholders if not node.name.startswith(("tangents_", PREFIX))]
+        return [node for node in self.placeholders if not node.name.startswith(("tangents_", PREFIX, feedback.PREFIX))]
 
     @cached_property
     def saved(self) -> list[fx.Node]:
@@ -126,7 +126,19 @@ class Subject:
         at_rest = {
             n: (gradient_of(layout, False),) for n, (layout, _) in self.rungs.items() if n.name.startswith(PREFIX)
         }
+        at_rest |= {node: (self._residual(rung, self.layouts[key]),) for node, rung, key in self._residuals()}
         return gradients(self.graph, at_rest)
+
+    def _residuals(self) -> Iterator[tuple[fx.Node, int, str]]:
+        for node in self.placeholders:
+            found = feedback.residual_of(node)
+            if found and found[1] in self.layouts:
+                yield node, *found
+
+    def _residual(self, rung: int, layout: Layout) -> Gradient:
+        """Of a gradient that has come down to a rung."""
+        crossed = route_of(layout, True)[: len(axes_of(layout, 0, rung))]
+        return Gradient(layout.name if crossed else "", crossed, padding_of(layout, layout.optim))
 
     def gathers(self) -> Iterator[tuple[fx.Node, Layout, Shard]]:
         """Each gather or refresh, once for each parameter: its layout, and the shard that goes in."""
@@ -379,7 +391,7 @@ def one_sum(it: Subject) -> Iterator[Broken]:
     for node in it.graph.nodes:
         terms = [it.gradients.get(n, (LOCAL,)) for n in node.all_input_nodes]
         first = next((part for parts in terms for part in parts if part.crossed), None)
-        if first is None or node.op == "output":
+        if first is None or node.op == "output" or node.target is lost:
             continue
         if node not in it.gradients or not _is_linear(node):
             yield Broken(node, f"the gradient of {first.param} is used on its way", "use it after its last hop")

@@ -33,7 +33,8 @@ up to where a reduce is fed, to the next such place; hops go between stretches. 
 the next stretch gets its next hop: a gather that is urgent, else a reduce (which frees memory; not a long one right
 before a gather that compute would have to wait for), else the gather that is needed next, as long as what is gathered
 ahead fits a window of bytes. A gather is waited for right before the stretch that needs it, everything else at the
-first border behind its end. Which of several gathers or reduces goes first is a rule; all `RULES` are tried, and the
+first border behind its end; where the window is given, compute does not go on while more gradients than it holds wait
+for their reduces. Which of several gathers or reduces goes first is a rule; all `RULES` are tried, and the
 order that ends first is taken.
 """
 
@@ -72,10 +73,14 @@ def schedule(
     `lanes` says what a hop over an axis holds while it runs."""
     constants = graph.find_nodes(op="get_attr")
     laid_out = lay_out(graph, lanes)
-    tried = [Lanes(*laid_out, us, window_bytes, rules) for rules in _telling(laid_out[1])]
-    orders = [lanes.order() for lanes in tried]
-    best = min(range(len(tried)), key=lambda i: tried[i].now_us)
-    rearrange(graph, [*constants, *orders[best]])
+    best: list[fx.Node] = []
+    best_us = inf
+    for rules in _telling(laid_out[1]):
+        tried = Lanes(*laid_out, us, window_bytes, rules)
+        order = tried.order(best_us)
+        if order is not None:
+            best, best_us = order, tried.now_us
+    rearrange(graph, [*constants, *best])
     return graph
 
 
@@ -334,9 +339,18 @@ class Lanes:
         self.window_bytes = _largest(flights, 4) if window_bytes is None else window_bytes
         self.crowd_bytes = min(_largest(flights, 2), self.window_bytes)
         """of gradients that may wait for gathers"""
+        self.made = _made(flights)
+        """bytes of gradients, by the stretch that makes them"""
+        self.piled_bytes = inf if window_bytes is None else max([window_bytes, *self.made.values()])
+        """of gradients that may be there at once, made or on their way"""
         self.now_us, self.border = 0.0, 0
         self.free_us: dict[str, float] = {lane: 0.0 for flight in flights for lane in flight.lanes}
         """when a lane has ended what it has"""
+        self.left_us = dict.fromkeys(self.free_us, 0.0)
+        """that a lane is yet to be busy for"""
+        for flight in flights:
+            for lane in flight.lanes:
+                self.left_us[lane] += self.us(flight.start)
         self.grounded = sorted(flights, key=lambda f: f.due if f.climbs else f.ready)
         """by when they are needed, or were made"""
         self.waiting = set(flights)
@@ -351,9 +365,11 @@ class Lanes:
         """bytes gathered for a later stretch"""
         self.nodes: list[fx.Node] = []
 
-    def order(self) -> list[fx.Node]:
-        """All compute and hops."""
+    def order(self, before_us: float = inf) -> list[fx.Node] | None:
+        """All compute and hops; None as soon as it cannot end before a time."""
         for i, nodes in enumerate(self.stretches):
+            if self._least_us(i) >= before_us:
+                return None
             self._at_border(i)
             self.nodes += nodes
             self.now_us += self.takes_us[i]
@@ -361,15 +377,22 @@ class Lanes:
             self._at_border(len(self.stretches))
         for flight in sorted(self.flying, key=self.flying.__getitem__):
             self._land(flight)
-        return self.nodes
+        return self.nodes if self.now_us < before_us else None
+
+    def _least_us(self, i: int) -> float:
+        """When all can have ended, before stretch `i`: compute that is left, and each lane's hops, alone."""
+        lanes = (max(self.now_us, self.free_us[lane]) + left_us for lane, left_us in self.left_us.items())
+        return max(self.now_us + self.begin_us[-1] - self.begin_us[i], *lanes, 0.0)
 
     def _at_border(self, i: int) -> None:
         """Before stretch `i`: what has ended is waited for, idle lanes get hops, and what is due is waited for."""
         self.border = i
         self.ahead = Counter({due: size for due, size in self.ahead.items() if due > i})
         self._land_ended()
-        while chosen := self._choose(i):
-            self._launch(chosen)
+        self._launch_idle(i)
+        while i < len(self.stretches) and (flight := self._in_the_way(i)):
+            self._land(flight)
+            self._launch_idle(i)
         due = [f for f in self.grounded if f.due <= i]
         for flight in due if i < len(self.stretches) else due[:1]:
             if flight in self.grounded:
@@ -377,6 +400,22 @@ class Lanes:
         for flight in [f for f in self.flying if f.due == i < len(self.stretches)]:
             self._land(flight)
         self._land_ended()
+
+    def _launch_idle(self, i: int) -> None:
+        """All that idle lanes get before stretch `i`."""
+        while chosen := self._choose(i):
+            self._launch(chosen)
+
+    def _in_the_way(self, i: int) -> Flight | None:
+        """The reduce to wait for, where stretch `i` would make more gradients than may be there: of those in flight the
+        first to end, or else the oldest that was made."""
+        flying = [f for f in self.flying if not f.climbs]
+        made = [f for f in self.grounded if not f.climbs and f.ready < i]
+        if not (flying or made) or sum(map(_made_bytes, (*flying, *made))) + self.made[i] <= self.piled_bytes:
+            return None
+        if not flying:
+            self._launch(made[0])
+        return min((f for f in self.flying if not f.climbs), key=self.flying.__getitem__)
 
     def _land_ended(self) -> None:
         """Reduces and syncs free memory as soon as they are waited for."""
@@ -520,6 +559,8 @@ class Lanes:
         end_us = self._begin_us(flight) + self.us(flight.start)
         self.flying[flight] = end_us
         self.free_us |= dict.fromkeys(flight.lanes, end_us)
+        for lane in flight.lanes:
+            self.left_us[lane] -= self.us(flight.start)
         if flight.climbs and not _goes_on(flight) and flight.due > self.border:
             self.ahead[flight.due] += self.claims[flight]
         for earlier in landing:
@@ -545,6 +586,19 @@ class Lanes:
     def _compute(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes += nodes
         self.now_us += sum(map(self.us, nodes))
+
+
+def _made_bytes(flight: Flight) -> int:
+    """Of the gradients that the first hop of a chain takes."""
+    return 0 if flight.climbs or flight.after else _bytes(flight.start.args[0])
+
+
+def _made(flights: Sequence[Flight]) -> Counter[int]:
+    """Bytes of gradients that each stretch makes."""
+    made: Counter[int] = Counter()
+    for flight in flights:
+        made[flight.ready] += _made_bytes(flight)
+    return made
 
 
 def _goes_on(flight: Flight) -> bool:

@@ -16,7 +16,8 @@ none straddles a shard, and scales travel in the same message:
     y: f32[32, 8] = shardc.dequantize(b, 'int8', 64, [32, 8], f32)
     z: f32[16, 8] = fold(y, 2)                                                the sum of the two pieces
 
-What is not finite stays so, for its block: a scale that is inf or nan is what a loss scaler looks for.
+What is not finite stays so, for its block: a scale that is inf or nan is what a loss scaler looks for. `lost` is what
+a message lacks of its value, and 0 where that is not finite: it is kept for the next step (`passes.feedback`).
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def message_bytes(elements: int, wire: str, block: int) -> int:
 
 _library = torch.library.Library("shardc", "FRAGMENT")
 _library.define("quantize(Tensor x, str wire, int block, int pieces) -> Tensor")
+_library.define("lost(Tensor x, str wire, int block, int pieces) -> Tensor")
 _library.define("dequantize(Tensor x, str wire, int block, int[] shape, ScalarType dtype) -> Tensor")
 
 
@@ -90,8 +92,14 @@ def _(x: torch.Tensor, wire: str, block: int, shape: Sequence[int], dtype: torch
     return x.new_empty(shape, dtype=dtype)
 
 
+@torch.library.register_fake("shardc::lost", lib=_library)
+def _(x: torch.Tensor, wire: str, block: int, pieces: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 quantize = torch.ops.shardc.quantize.default
 dequantize = torch.ops.shardc.dequantize.default
+lost = torch.ops.shardc.lost.default
 
 
 def quantized(x: torch.Tensor, wire: str, block: int, pieces: int) -> torch.Tensor:
@@ -116,6 +124,12 @@ def restored(x: torch.Tensor, wire: str, block: int, shape: Sequence[int], dtype
     return filled.view(pieces, blocks * block)[:, :elements].to(dtype).reshape(shape).contiguous()
 
 
+def left_behind(x: torch.Tensor, wire: str, block: int, pieces: int) -> torch.Tensor:
+    """What the messages of a value lack of it."""
+    arrived = restored(quantized(x, wire, block, pieces), wire, block, x.shape, x.dtype)
+    return torch.nan_to_num(x - arrived, 0.0, 0.0, 0.0)
+
+
 def _to_bytes(numbers: torch.Tensor, wire: str) -> torch.Tensor:
     if wire == "fp8":
         return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -137,3 +151,4 @@ def _from_bytes(payload: torch.Tensor, wire: str) -> torch.Tensor:
 
 _library.impl("quantize", quantized, "CompositeExplicitAutograd")
 _library.impl("dequantize", restored, "CompositeExplicitAutograd")
+_library.impl("lost", left_behind, "CompositeExplicitAutograd")

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from passes import ops
+from passes import feedback, ops
 from passes.accumulate import PREFIX
 from passes.build import outputs, placeholders
 from passes.errors import Error
+from passes.feedback import residual_shapes
 from passes.memory import Life, levels_of, lives
+from passes.wire import lost
 from shardc.times import is_fused
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ SHARDS = "shards between forward and backward"
 GATHERED = "gathered parameters"
 GRADIENTS = "gradients"
 ACTIVATIONS = "activations"
+RESIDUALS = "residuals of wires"
 
 REMEDIES = {
     MASTER: "shard `optim` over more axes",
@@ -38,6 +41,7 @@ REMEDIES = {
     SHARDS: "shard `after_forward` over more axes",
     GRADIENTS: "shard `grads` over more axes",
     GATHERED: "break the block that needs so many parameters at once into smaller ones",
+    RESIDUALS: "leave `error_feedback`",
     ACTIVATIONS: "take a smaller batch, or checkpoint blocks (torch.utils.checkpoint)",
 }
 
@@ -89,6 +93,7 @@ def footprint(
     found = Footprint(_rest_bytes(program, optimizer_states))
     inputs_bytes = _inputs_bytes(program)
     copies_bytes = gradient_bytes = 0
+    residuals_bytes = _residuals_bytes(program)
     saved = _Saved()
     for variant, graph in calls:
         given_up = saved.given_up(graph) if variant.half == "backward" else set()
@@ -96,19 +101,21 @@ def footprint(
         living += _staged(graph) if staging else []
         kept = Counter({MASTER: found.rest_bytes, COPIES: copies_bytes, ACTIVATIONS: inputs_bytes})
         kept[GRADIENTS] = 0 if variant.accumulated else gradient_bytes
+        kept[RESIDUALS] = residuals_bytes - _taken_bytes(graph)
         levels = [kept.total() + level for level in levels_of(living, len(graph.nodes))]
         found.levels.append(levels)
         kinds = _kinds(graph, variant, saved)
         if max(levels) > found.peak.bytes:
             found.peak = _peak(graph, variant, living, levels, kept, kinds)
         if variant.half == "backward":
-            gradient_bytes = _bytes_of(living, outputs(graph).values())
+            grads = (node for name, node in outputs(graph).items() if not name.startswith(feedback.PREFIX))
+            gradient_bytes = _bytes_of(living, grads)
             copies_bytes = 0 if variant.synced else copies_bytes  # they are stale now, and dropped
         else:
             _, taken, copies = (*outputs(graph), {})[:3]
             copies_bytes = _bytes_of(living, copies.values()) or copies_bytes
             saved = _Saved.of(taken, living, set(copies.values()), kinds)
-    found.end_bytes = found.rest_bytes + copies_bytes + gradient_bytes
+    found.end_bytes = found.rest_bytes + copies_bytes + gradient_bytes + residuals_bytes
     return found
 
 
@@ -140,11 +147,15 @@ def _kinds(graph: fx.Graph, variant: Variant, saved: _Saved) -> dict[fx.Node, st
     sums = {PREFIX + name for name, _ in variant.accumulated}
     if variant.half == "backward":
         for i, node in enumerate(placeholders(graph).values()):
-            if i in saved.shards or node.name in sums:
+            if feedback.residual_of(node):
+                kinds[node] = RESIDUALS
+            elif i in saved.shards or node.name in sums:
                 kinds[node] = SHARDS if i in saved.shards else GRADIENTS
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if ops.is_start(node):
+        if node.target is lost:
+            kinds[node] = RESIDUALS
+        elif ops.is_start(node):
             kinds[node] = GATHERED if ops.hop(node).kind == "all_gather" else GRADIENTS
         elif node.op == "call_function" and inputs and all(kinds.get(n) == GATHERED for n in inputs):
             kinds[node] = GATHERED
@@ -181,6 +192,18 @@ def _rest_bytes(program: Program, optimizer_states: int) -> int:
         values = 1 + optimizer_states * layout.trainable
         total += prod(layout.rung_shape(layout.optim)) * param.master_dtype.itemsize * values
     return total
+
+
+def _residuals_bytes(program: Program) -> int:
+    """Of what reductions have lost."""
+    if not program.plan.error_feedback:
+        return 0
+    return sum(4 * prod(shape) for p in program.registered.values() for shape in residual_shapes(p.layout, p.wires))
+
+
+def _taken_bytes(graph: fx.Graph) -> int:
+    """Of the residuals that a backward takes, and counts itself."""
+    return sum(node.meta["val"].nbytes for node in graph.nodes if feedback.residual_of(node))
 
 
 def _inputs_bytes(program: Program) -> int:

@@ -25,7 +25,7 @@ from passes.build import Writer, copy, fake_mode, outputs, set_outputs
 from passes.errors import Error
 from passes.regions import Region, regions
 from passes.relay import unrelayed
-from passes.wire import dequantize, quantize, quantized, restored
+from passes.wire import dequantize, left_behind, lost, quantize, quantized, restored
 from shardc import _torch
 from shardc.failures import in_generated_code, naming_failures
 from shardc.lanes import Lane, wait
@@ -139,6 +139,7 @@ _WRITTEN_OUT: dict[Any, Callable[..., torch.Tensor]] = {
     ops.interleave: ops.interleaved,
     quantize: quantized,
     dequantize: restored,
+    lost: left_behind,
 }
 
 

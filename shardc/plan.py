@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 import torch
 
 from passes.errors import Error
+from passes.feedback import residual_shapes
 from passes.layout import Layout
-from passes.wire import FORMATS, NONE, Wires, narrower
+from passes.wire import FORMATS, LARGEST, NONE, Wires, narrower
 from shardc.topology import RungSpec, Topology
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ STATES = ("params", "after_forward", "grads", "optim")
 """What a plan places, in the order in which tables and JSON list it."""
 
 DTYPES = ("param_dtype", "reduce_dtype")
-WIRES = ("gather_wire", "reduce_wire", "wire_block", "wire_except")
+WIRES = ("gather_wire", "reduce_wire", "wire_block", "wire_except", "error_feedback")
 PARO = ("NNN", "NNI", "NII", "INI", "III", "NNG", "NIG", "NGG", "ING", "IIG", "IGG", "GNG", "GIG", "GGG")
 """PaRO's strategies (arXiv 2310.06003): letters for params, grads, optim."""
 
@@ -72,6 +73,7 @@ class Options(TypedDict, total=False):
     reduce_wire: Wire | None
     wire_block: int
     wire_except: Iterable[str]
+    error_feedback: bool
     chain: Literal["hop", "flat", "auto"]
 
 
@@ -91,7 +93,9 @@ class Plan:
     over an axis, up (gathers and refreshes) and down (reduces and syncs): `gather_wire={"node": "int8"}`. What a gather
     has quantized stays so on inner axes; a reduction quantizes once an axis and sums in float32. `wire_block` elements
     share a scale. Parameters that match a pattern of `wire_except` travel as they are. Formats other than the
-    dtype lose precision: `shardc.quantization_error` says how much.
+    dtype lose precision: `shardc.quantization_error` says how much. With `error_feedback` what the block-scaled formats
+    of `reduce_wire` lose is kept, in float32, and added to the next gradient, so that it is late and not lost
+    (`passes.feedback`); it takes as much memory as the gradients that are quantized, and is in no checkpoint.
 
     `chain` is how a move goes over several axes: "hop" by hop, so that those inside a host run beside those between
     hosts; "flat", one collective over the ranks of all of them; or "auto", flat where the topology's links say that it
@@ -114,6 +118,7 @@ class Plan:
     reduce_wire: tuple[tuple[str, str], ...]
     wire_block: int
     wire_except: tuple[str, ...]
+    error_feedback: bool
     chain: Literal["hop", "flat", "auto"]
 
     def __init__(
@@ -133,6 +138,7 @@ class Plan:
         reduce_wire: Wire | None = None,
         wire_block: int = 256,
         wire_except: Iterable[str] = WIRE_EXCEPT,
+        error_feedback: bool = False,
         chain: Literal["hop", "flat", "auto"] = "hop",
     ):
         after_forward = params if after_forward is None else after_forward
@@ -151,6 +157,7 @@ class Plan:
             "reduce_wire": down,
             "wire_block": _wire_block(wire_block),
             "wire_except": _patterns(wire_except),
+            "error_feedback": _feedback(error_feedback, down),
         }
         fields = dict(
             topology=topology, **row._asdict(), overrides=changes, **dtypes, reduce=reduce, memory_limit=limit, **wires
@@ -220,8 +227,10 @@ class Plan:
             self._line("after_forward", held, _held_note(held)),
             self._line("grads", size["accumulators"], self._accumulators_note(size)),
             self._line("optim", size["master"] + size["optimizer"], _split_note(size)),
-            f"{'at rest':<14} {'':<16} {'':>12} {_mib(sum(size.values())):>12}  with .grad, without after_forward",
         ]
+        if self.error_feedback:
+            lines.append(_sum_line("residuals", size["residuals"], "of gradients that go down in a wire"))
+        lines.append(_sum_line("at rest", sum(size.values()), "with .grad, without after_forward"))
         return "\n".join(lines + self._override_lines())
 
     def _line(self, state: str, size_bytes: int, note: str) -> str:
@@ -260,6 +269,7 @@ class Plan:
             "reduce_wire": dict(self.reduce_wire),
             "wire_block": self.wire_block,
             "wire_except": list(self.wire_except),
+            "error_feedback": self.error_feedback,
             "chain": self.chain,
         }
         return json.dumps(saved, indent=2)
@@ -299,6 +309,7 @@ class Plan:
         given += [f"chain={self.chain!r}"] * (self.chain != "hop")
         given += [f"wire_block={self.wire_block}"] * (self.wire_block != 256)
         given += [f"wire_except={self.wire_except!r}"] * (self.wire_except != WIRE_EXCEPT)
+        given += ["error_feedback=True"] * self.error_feedback
         return f"Plan({self.topology!r}, {', '.join(given)})"
 
     def __str__(self) -> str:
@@ -311,6 +322,7 @@ class Plan:
         text += {"hop": "", "flat": ", flat", "auto": ", flat where that is faster"}[self.chain]
         for what, wire in (("gathers", self.gather_wire), ("reduces", self.reduce_wire)):
             text += "".join(f", {what} over {axis} in {form}" for axis, form in wire)
+        text += ", with error feedback" * self.error_feedback
         return text + (f", {_counted(len(self.overrides), 'override')}" if self.overrides else "")
 
     @staticmethod
@@ -434,8 +446,9 @@ def state_bytes(plan: Plan, named: Mapping[str, Parameter], optimizer_states: in
     - copies: compute parameters on the params rung in `param_dtype`, where params is below optim.
     - accumulators: gradients on the grads rung in `reduce_dtype`, where grads is not optim.
     - grads: `.grad`, on the optim rung in the dtype of the master.
+    - residuals: what reductions have lost, in float32, where the plan has `error_feedback`.
     """
-    total = dict.fromkeys(("master", "optimizer", "copies", "accumulators", "grads"), 0)
+    total = dict.fromkeys(("master", "optimizer", "copies", "accumulators", "grads", "residuals"), 0)
     layouts = plan.layouts({name: (shape, trainable) for name, (shape, _, trainable) in named.items()})
     for name, layout in layouts.items():
         for kind, size in _layout_bytes(plan, layout, named[name][1], optimizer_states).items():
@@ -446,6 +459,7 @@ def state_bytes(plan: Plan, named: Mapping[str, Parameter], optimizer_states: in
 def _layout_bytes(plan: Plan, layout: Layout, dtype: torch.dtype, optimizer_states: int) -> dict[str, int]:
     own, copy = prod(layout.rung_shape(layout.optim)), prod(layout.rung_shape(layout.params))
     accumulator = prod(layout.rung_shape(layout.grads)) * (layout.grads != layout.optim)
+    wires = plan.wires(layout.name, dtype, layout.trainable) if plan.error_feedback else NONE
     wire = plan.reduce_dtype or plan.param_dtype or dtype
     return {
         "master": own * dtype.itemsize,
@@ -453,6 +467,7 @@ def _layout_bytes(plan: Plan, layout: Layout, dtype: torch.dtype, optimizer_stat
         "copies": copy * _compute_dtype(plan, dtype).itemsize * (layout.params < layout.optim),
         "accumulators": accumulator * wire.itemsize,
         "grads": own * dtype.itemsize * layout.trainable,
+        "residuals": sum(4 * prod(shape) for shape in residual_shapes(layout, wires)),
     }
 
 
@@ -538,6 +553,16 @@ def _wire_block(block: object) -> int:
     if type(block) is not int or block < 8 or block % 8:
         raise Error(f"wire_block is {block!r}", fix="a multiple of 8, such as 256")
     return block
+
+
+def _feedback(wanted: object, down: tuple[tuple[str, str], ...]) -> bool:
+    if type(wanted) is not bool:
+        raise Error(f"error_feedback is {wanted!r}", fix="True or False")
+    if wanted and not any(form in LARGEST for _, form in down):
+        raise Error(
+            "error_feedback without a block-scaled reduce_wire", fix="reduce_wire={'node': 'int4'}, or leave it"
+        )
+    return wanted
 
 
 def _patterns(patterns: object) -> tuple[str, ...]:
@@ -646,6 +671,10 @@ def _dtype_name(dtype: torch.dtype | None) -> str | None:
 
 def _spelled(topology: Topology, row: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{state} {topology.rung_name(rung)}" for state, rung in row)
+
+
+def _sum_line(what: str, size_bytes: int, note: str) -> str:
+    return f"{what:<14} {'':<16} {'':>12} {_mib(size_bytes):>12}  {note}"
 
 
 def _held_note(held_bytes: int) -> str:

@@ -8,8 +8,8 @@ such a stack is captured as it is.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -29,6 +29,7 @@ from shardc.runner import Runner
 from shardc.simulate import calls_of, clocked
 from shardc.stacks import shortened, stacks
 from shardc.timeline import COMPUTE, Event
+from shardc.times import busy_us, load_of
 from shardc.trace import trace
 
 DEPTHS = (6, 9)
@@ -78,6 +79,8 @@ class Predictor:
         self.depth = len(found[0].layers) if found else 0
         self.traced: dict[int, Program] = {}
         self.parameters: dict[int, dict[str, nn.Parameter]] = {}
+        self.loads: dict[Plan, dict[str, float]] = {}
+        """of each half, as the whole model has them"""
         for depth in self._depths(found[0].period, max(s.front for s in found)) if found else [0]:
             progress(f"tracing with {depth} of {self.depth} layers" if depth != self.depth else "tracing")
             with shortened(found if depth != self.depth else [], depth):
@@ -97,6 +100,8 @@ class Predictor:
         """Of a step under a plan. Less is gathered ahead, if that is needed to stay below `memory_bytes`."""
         with paused_gc(), _torch.lazy_code():
             programs = {depth: self.program(plan, depth) for depth in self.traced}
+            self.loads[plan] = loads = self._loads(programs)
+            programs = {depth: replace(program, loads=loads) for depth, program in programs.items()}
             for window in WINDOWS:
                 found = [
                     (weight, predicted(_with_window(programs[depth], window), micro_batches, optimizer_states))
@@ -115,9 +120,10 @@ class Predictor:
     def changed(
         self, before: Prediction, plan: Plan, micro_batches: int = 1, *, optimizer_states: int = 2
     ) -> Prediction:
-        """What becomes of a prediction of the whole model, where layers of its deepest capture have other rows."""
+        """What becomes of a prediction of this one's, where layers of the deepest capture have other rows."""
         depth = max(self.traced)
-        was, now = (predicted(self.program(it, depth), micro_batches, optimizer_states) for it in (before.plan, plan))
+        programs = (replace(self.program(it, depth), loads=self.loads[before.plan]) for it in (before.plan, plan))
+        was, now = (predicted(program, micro_batches, optimizer_states) for program in programs)
         per_layer = self.depth / depth if self.depth else 1.0
         return _sum([(1.0, before), (per_layer, now), (-per_layer, was)])
 
@@ -135,6 +141,17 @@ class Predictor:
         joint = copy(traced.after("decompose")[0])
         return planned(traced.captured, joint, params, plan, Runner(), Orders())
 
+    def _loads(self, programs: Mapping[int, Program]) -> dict[str, float]:
+        """What pays for a bucket depends on how busy lanes are; in a few layers they are less so than in many."""
+        found = {}
+        for half in ("forward", "backward")[: 1 + (next(iter(programs.values())).halves[1] is not None)]:
+            busy: Counter[str] = Counter()
+            for depth, weight in self._weights().items():
+                for lane, us in _busy_us(programs[depth], half).items():
+                    busy[lane] += weight * us  # type: ignore[assignment]
+            found[half] = load_of(busy)
+        return found
+
     def _weights(self) -> dict[int, float]:
         """Of the captured depths, on the straight line through them to the model's own."""
         if len(self.traced) == 1:
@@ -142,6 +159,11 @@ class Predictor:
         low, high = sorted(self.traced)
         at = (self.depth - low) / (high - low)
         return {low: 1 - at, high: at}
+
+
+def _busy_us(program: Program, half: str) -> dict[str, float]:
+    variant = next(variant for variant in program.step() if variant.half == half)
+    return busy_us(program.times_us(program.draft(variant), half), program.topology)
 
 
 def _with_window(program: Program, window: float) -> Program:

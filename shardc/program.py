@@ -22,6 +22,7 @@ from passes.chunk import chunk
 from passes.errors import Error
 from passes.excerpt import excerpt, needed
 from passes.exchange import exchange
+from passes.feedback import feedback
 from passes.fuse import fuse
 from passes.insert import Param
 from passes.layout import Layout
@@ -37,7 +38,7 @@ from shardc.capture import Captured
 from shardc.footprint import footprint
 from shardc.plan import Plan
 from shardc.runner import Runner
-from shardc.times import Merging, Times, exchanged, flat_pays, pieces_of, times_us
+from shardc.times import Merging, Times, busy_us, exchanged, flat_pays, load_of, pieces_of, times_us
 from shardc.topology import Topology
 
 
@@ -88,6 +89,8 @@ class Program:
     """of what the schedule would like to gather ahead, the part that it may"""
     pace: dict[str, Pace] = field(default_factory=dict)
     """of each half, where it was measured"""
+    loads: dict[str, float] = field(default_factory=dict)
+    """of each half, where it stands for a part of a deeper model, whose load it is (`shardc.times.Merging`)"""
 
     @property
     def topology(self) -> Topology:
@@ -156,6 +159,9 @@ class Program:
         everyone = {p.layout.name: p for p in (*self.params.values(), *accumulated.values())}
         if variant.synced:
             graph = self.run("sync", sync, graph, everyone)
+        if self.plan.error_feedback:
+            layouts = {n: p.layout for n, p in variant.accumulated} | self.layouts
+            graph = self.run("feedback", feedback, graph, layouts)
         return self._routed(graph)
 
     def _routed(self, graph: fx.Graph) -> fx.Graph:
@@ -171,7 +177,8 @@ class Program:
             self.run("verify", verify, self.layouts, forward=graph)
         else:
             layouts = {n: p.layout for n, p in variant.accumulated} | self.layouts
-            self.run("verify", verify, layouts, forward=self.forward, backward=graph, synced=variant.synced)
+            forward = next((g for v, g in self.made.items() if v.half == "forward"), None) or self.forward
+            self.run("verify", verify, layouts, forward=forward, backward=graph, synced=variant.synced)
 
     def times_us(self, graph: fx.Graph, half: str, topology: Topology | None = None) -> Times:
         """Microseconds of every node of a graph of a half, on the topology that the program was compiled for or another
@@ -207,9 +214,12 @@ class Program:
         return self.run("schedule", schedule, graph, us, window_bytes, self.topology.lanes)
 
     def _bucketed(self, graph: fx.Graph, half: str, order: Order | None = None) -> fx.Graph:
-        links = self.topology.links
-        pays = {"pays": Merging.of(self.times_us(graph, half), self.topology).pays} if links else {}
-        return bucket(graph, list(self.registered), order, **pays)
+        if not self.topology.links:
+            return bucket(graph, list(self.registered), order)
+        load = self.loads.get(half)
+        if load is None:
+            load = load_of(busy_us(self.times_us(graph, half), self.topology))
+        return bucket(graph, list(self.registered), order, Merging(self.topology, load).pays)
 
     def _chunked(self, graph: fx.Graph, order: Order | None = None) -> fx.Graph:
         if not self.topology.links:

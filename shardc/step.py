@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from passes import ops
+from passes import feedback, ops
 from passes.accumulate import accumulator_dtype
 from passes.build import identifiers
 from passes.errors import Error
@@ -125,6 +125,8 @@ class Runtime:
     stale: set[str] = field(default_factory=set)
     """parameters whose copy is older than their optim shard"""
     syncing: bool = True
+    residuals: dict[str, torch.Tensor] = field(default_factory=dict)
+    """what reductions have lost, to be added to the next ones; by placeholder name"""
     programs: list[Program] = field(default_factory=list)
     replaced: dict[int, weakref.ref[nn.Parameter]] = field(default_factory=dict)
     """the parameters that the model had before it was sharded, by id"""
@@ -257,13 +259,13 @@ class Step:
         self.runtime, self.program = runtime, program
         self.params = {name: runtime.params[p.layout.name] for name, p in program.params.items()}
         self.device = next(iter(self.params.values())).hollow.device if self.params else torch.device("cpu")
-        backward = program.backward
+        forward, backward = program.halves
         self.tangent_strides = [
             n.meta["val"].stride()
             for n in (backward.find_nodes(op="placeholder") if backward else [])
             if n.name.startswith("tangents")
         ]
-        self.draws = any(ops.is_random(node) for node in program.forward.nodes)
+        self.draws = any(ops.is_random(node) for node in forward.nodes)
         self.forwards: dict[frozenset[str], fx.Graph] = {}
         self.backwards: dict[tuple[Any, ...], fx.Graph] = {}
 
@@ -306,10 +308,14 @@ class Step:
         runtime, synced = self.runtime, self.runtime.syncing
         runtime.notice_cleared()
         waiting = self._waiting(synced)
-        run = self._backward(synced, waiting)
-        args = [*saved, *self._as_traced(tangents), *(p.take() for p in waiting.values())]
+        graph, run = self._backward(synced, waiting)
+        residuals = [self._residual(node) for node in graph.find_nodes(op="placeholder") if feedback.residual_of(node)]
+        args = [*saved, *self._as_traced(tangents), *(p.take() for p in waiting.values()), *residuals]
         saved.clear()
+        residuals.clear()
         grads = run(args)
+        for name in [name for name in grads if name.startswith(feedback.PREFIX)]:
+            runtime.residuals[name] = grads.pop(name)
         if synced:
             runtime.mark_stale()
         return {name: g for name, g in ((n, self._deliver(n, g, synced)) for n, g in grads.items()) if g is not None}
@@ -330,13 +336,18 @@ class Step:
             if p.accumulator is not None and (synced or name in own)
         }
 
-    def _backward(self, synced: bool, waiting: dict[str, Sharded]) -> Run:
+    def _residual(self, node: fx.Node) -> torch.Tensor:
+        """Handed over to a backward, which gives another one back."""
+        value = self.runtime.residuals.pop(node.name, None)
+        return torch.zeros(node.meta["val"].shape, device=self.device) if value is None else value
+
+    def _backward(self, synced: bool, waiting: dict[str, Sharded]) -> tuple[fx.Graph, Run]:
         key = (synced, *waiting)
         if key not in self.backwards:
             accumulated = {n: p.param for n, p in waiting.items()}
             self.backwards[key] = self.program.variation(synced=synced, accumulated=accumulated)
         name = "backward" + "_accumulate" * bool(waiting) + "_sync" * synced
-        return self.runtime.lowering(self.backwards[key], name)
+        return self.backwards[key], self.runtime.lowering(self.backwards[key], name)
 
     def _deliver(self, name: str, grad: torch.Tensor, synced: bool) -> torch.Tensor | None:
         p = self.runtime.params.get(name)

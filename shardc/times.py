@@ -7,7 +7,6 @@ for others than fused ops.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -108,6 +107,20 @@ LONG = 16.0
 """latencies: what takes longer goes on its own, as soon as it is needed or made"""
 
 
+def busy_us(us: Times, topology: Topology) -> dict[str, float]:
+    """By lane, with compute as '': how long it is busy with nodes that take so long."""
+    lanes = {"": 0.0}
+    for node, takes_us in us.items():
+        for lane in topology.lanes(ops.hop(node).axis) if ops.is_start(node) else [""]:
+            lanes[lane] = lanes.get(lane, 0.0) + takes_us
+    return lanes
+
+
+def load_of(busy_us: Mapping[str, float]) -> float:
+    """How long the busiest lane is busy, as a part of compute."""
+    return max((us for lane, us in busy_us.items() if lane), default=0.0) / (busy_us[""] or 1.0)
+
+
 @dataclass(frozen=True)
 class Merging:
     """Whether a hop of a graph, in a bucket with others, saves more than it costs: latencies of its chain, against what
@@ -122,16 +135,6 @@ class Merging:
     topology: Topology
     load: float
     """of the busiest lane, were nothing merged, as a part of compute"""
-
-    @classmethod
-    def of(cls, us: Times, topology: Topology) -> Merging:
-        """For a graph whose nodes take so long, on the topology."""
-        lanes: Counter[str] = Counter()
-        for node, takes_us in us.items():
-            for lane in topology.lanes(ops.hop(node).axis) if ops.is_start(node) else [""]:
-                lanes[lane] += takes_us  # type: ignore[assignment]
-        compute_us = lanes.pop("", 0) or 1.0
-        return cls(topology, max(lanes.values(), default=0) / compute_us)
 
     def pays(self, start: fx.Node, at_end: bool = False) -> bool:
         """`at_end`: with nothing to hide behind but the rest of its block, which can begin when a part has come."""

@@ -301,6 +301,7 @@ def test_state_bytes_of_zero3_are_all_on_the_optim_rung():
         "copies": 0,
         "accumulators": 0,
         "grads": 4 * (w + norm),
+        "residuals": 0,
     }
 
 
@@ -314,6 +315,7 @@ def test_state_bytes_count_copies_and_accumulators_with_their_padding():
         "copies": 2 * inside,
         "accumulators": 4 * inside,
         "grads": 4 * own,
+        "residuals": 0,
     }
 
 

@@ -10,6 +10,7 @@ import shardc
 from shardc.links import Device, Link
 from shardc.predict import Predictor, predicted
 from shardc.stacks import shortened, stacks
+from shardc.times import busy_us, load_of
 from shardc.topology import Topology
 
 TOPOLOGY = Topology(node=4, gpu=4).with_links(
@@ -131,3 +132,12 @@ def test_less_is_gathered_ahead_where_memory_is_short(predictor: Predictor) -> N
     tight = predictor(plan, memory_bytes=int(free.peak_bytes) - 1)
     assert tight.peak_bytes < free.peak_bytes
     assert tight.step_us >= free.step_us
+
+
+def test_what_pays_for_a_bucket_is_decided_by_the_load_of_the_whole_model(predictor: Predictor) -> None:
+    plan = shardc.Plan.paro(TOPOLOGY, "IIG", param_dtype=torch.bfloat16)
+    predictor(plan)
+    whole = shardc.trace(deep(16), plan, IDS, keep=False)
+    for variant in whole.step():
+        us = whole.times_us(whole.draft(variant), variant.half)
+        assert predictor.loads[plan][variant.half] == pytest.approx(load_of(busy_us(us, TOPOLOGY)), rel=0.01)

@@ -261,9 +261,38 @@ def backward(v: f32[2, 4], t: f32[4, 4]):
 """
 
 
+SLOW_REDUCES = """\
+def backward(t: f32[4, 4]):
+    'layers.2'
+    g2 = mm(t, t)
+    r2 = reduce_scatter(g2, 'gpu', 2, params=['w2'])
+    s2 = wait(r2)
+    'layers.1'
+    g1 = mm(t, t)
+    r1 = reduce_scatter(g1, 'gpu', 2, params=['w1'])
+    s1 = wait(r1)
+    'layers.0'
+    g0 = mm(t, t)
+    r0 = reduce_scatter(g0, 'gpu', 2, params=['w0'])
+    s0 = wait(r0)
+    return {'w2': s2, 'w1': s1, 'w0': s0}
+"""
+
+
+def test_gradients_wait_for_their_lane_while_compute_goes_on() -> None:
+    assert events(schedule(parse(SLOW_REDUCES), takes(g=1, r=10))) == "g2 r2 g1 g0 r1 r0 s2 s1 s0"
+
+
+def test_compute_waits_where_more_gradients_would_wait_than_the_window_holds() -> None:
+    found = events(schedule(parse(SLOW_REDUCES), takes(g=1, r=10), window_bytes=2 * FULL_BYTES))
+    assert found == "g2 r2 g1 s2 r1 g0 r0 s1 s0"
+    found = events(schedule(parse(SLOW_REDUCES), takes(g=1, r=10), window_bytes=0))
+    assert found == "g2 r2 s2 g1 r1 s1 g0 r0 s0"
+
+
 def test_a_reduce_goes_before_a_gather_that_has_time() -> None:
     found = events(schedule(parse(BACKWARD), takes(g=4, r=1, a=1), window_bytes=0))
-    assert found == "g2 r2 g1 s2 r1 a f s1 g0 r0 s0"
+    assert found == "g2 r2 s2 g1 r1 a s1 f g0 r0 s0"
 
 
 def test_a_gather_that_has_none_goes_before_a_reduce() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,20 @@ class Block(nn.Module):
         x = x + self.attention(self.attention_norm(x), cos, sin)
         y = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Recomputed(Block):
+    """A block that keeps only what comes in, and computes the rest again in the backward."""
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, *args, use_reentrant=False)
+
+
+def recomputed(model: Llama) -> Llama:
+    """The same model, with blocks that are computed again."""
+    for block in model.layers:
+        block.__class__ = Recomputed
+    return model
 
 
 class Llama(nn.Module):

@@ -242,14 +242,20 @@ def run_row(bench: Bench, task: Task) -> None:
         if plan:
             bench(replace(task, plan=plan, memory=memory))
     else:
-        bench(task)
+        bench(replace(task, memory=memory_of(bench, task, ROWS[task.row].as_small_as)))
+
+
+def memory_of(bench: Bench, task: Task, row: str) -> int | None:
+    """Peak bytes of a row that ran before."""
+    found = Table(bench.records.all, Setting(bench.layout, task.rate, task.micro_batches)).rows.get(row)
+    return int(found["peak_bytes"]) if found else None
 
 
 def memory_of_best(bench: Bench, task: Task) -> int | None:
     """Peak bytes of the fastest baseline of the same precision."""
     table = Table(bench.records.all, Setting(bench.layout, task.rate, task.micro_batches))
     best = table.best(task.row)
-    return int(table.rows[best]["peak_bytes"]) if best else None
+    return memory_of(bench, task, best) if best else None
 
 
 def write(records: Records, folder: Path) -> str:

@@ -14,8 +14,9 @@ Baselines have prefetch and asynchronous gathers where torch offers them (`fsdp2
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -62,7 +63,7 @@ class Task:
     plan: str | None = None
     """of the planner"""
     memory: int | None = None
-    """bytes that the planner may use"""
+    """bytes that the planner may use, or that a baseline of the same placement needs"""
 
     @property
     def world(self) -> int:
@@ -99,6 +100,8 @@ class Row:
     beside: str = "alone"
     """the row without communication that computes alike"""
     lora: bool = False
+    as_small_as: str = ""
+    """the baseline of the same placement, whose peak is the memory limit"""
     where: Callable[[Task], str] = lambda task: ""
     """why there is no such row, or nothing"""
 
@@ -184,7 +187,21 @@ def fsdp2(task: Task, replicated: bool = False, held: bool = False, each: bool =
 
 
 def ours(task: Task, make: Callable[..., shardc.Plan], **wires: Any) -> System:
-    return under(make(task.shape, **wires), task)
+    return under(limited(make(task.shape, **wires), task.memory), task)
+
+
+def limited(plan: shardc.Plan, memory: int | None) -> shardc.Plan:
+    """Within a memory limit, where that is foretold to be enough; that it is not is said."""
+    if memory is None:
+        return plan
+    within = replace(plan, memory_limit=memory)
+    ids = torch.zeros(1, CONFIG.context, dtype=torch.long)
+    try:
+        shardc.trace(built(), within, ids, ids, keep=False)
+    except shardc.Error as error:
+        print(error, file=sys.stderr)
+        return plan
+    return within
 
 
 def chosen(task: Task) -> System:
@@ -204,6 +221,10 @@ PLANS: dict[str, Callable[..., shardc.Plan]] = {
     "hsdp": shardc.Plan.hsdp,
     **{letters: partial(shardc.Plan.paro, letters=letters) for letters in ("NIG", "IIG", "ING")},
 }
+
+
+SAME = {"zero3": "fsdp2", "hsdp": "hsdp"}
+"""Baselines of the same placement."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +287,8 @@ def _rows_of_shardc() -> Iterator[tuple[str, Row]]:
         for name, make in PLANS.items():
             row = partial(ours, make=make, **form.plan)
             legal = partial(_legal, name=name, form=form)
-            yield f"shardc-{name}{suffix}", Row(row, form.precision, OURS, form.beside, where=legal)
+            placed = SAME.get(name, "") + ("-bf16" if "bf16" in form.beside else "") * (name in SAME)
+            yield f"shardc-{name}{suffix}", Row(row, form.precision, OURS, form.beside, as_small_as=placed, where=legal)
         yield f"planner{suffix}", Row(chosen, form.precision, OURS, form.beside)
     for name in ("IIG", "ING"):
         row = partial(ours, make=PLANS[name])
