@@ -20,12 +20,14 @@ becomes, for `w` with grads and optim on gpu (HSDP, MiCS),
         wait: f32[4, 4] = wait(all_reduce)
         return {'w': wait}
 
-a reduce-scatter over each axis of optim that grads lacks, then an all-reduce over each axis that optim lacks.
+a reduce-scatter over each axis of optim that grads lacks, then one all-reduce over all axes that optim lacks: hop by
+hop, each rank would send as much over the slow ones as it sends over the fast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -52,7 +54,9 @@ def _sync(graph: fx.Graph, grad: fx.Node, param: Param, mode: FakeTensorMode) ->
     with graph.inserting_before(behind(grad)):
         g = cast(write, grad, param.reduce_dtype)
         g = descend(write, g, param, layout.grads, layout.optim, purpose="sync")
-        for axis, size in layout.axes[layout.optim :]:
-            if size > 1:
-                g = write(ops.wait, write(ops.all_reduce, g, axis, size, purpose="sync", params=[layout.name]))
+        axes = [axis for axis, size in layout.axes[layout.optim :] if size > 1]
+        if axes:
+            ranks = prod(size for _, size in layout.axes[layout.optim :])
+            start = write(ops.all_reduce, g, "+".join(axes), ranks, purpose="sync", params=[layout.name])
+            g = write(ops.wait, start)
         return cast(write, g, param.master_dtype)

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 -m shardc calibrate --out links.json
 
-Every axis is measured while all the groups along it are busy, which is how a step uses it. Of each kind of collective
+Every axis, and all neighbouring ones together, are measured while all the groups along them are busy, which is how a
+step uses them. Of each kind of collective
 the time of a few sizes goes into a table; latency and bandwidth are fitted to the gathers and reduce-scatters, for
 sizes between and beyond.
 """
@@ -55,7 +56,11 @@ def calibrate(
     for axis, size in topology.inner:
         tables = {kind: _table(kind, mesh.get_group(axis), size, sizes, device, progress) for kind in KINDS}
         links[axis] = fitted({kind: table for kind, table in tables.items() if table}, size)
-    measured = _of_rank_0(topology.with_links(measured_device(device, progress), **links))
+    flat = {}
+    for axes in topology.neighbours():
+        group, size = topology.flat_group(axes), topology.group_size(axes)
+        flat[axes] = fitted({kind: _table(kind, group, size, sizes, device, progress) for kind in KINDS}, size)
+    measured = _of_rank_0(topology.with_links(measured_device(device, progress), **links).with_flat(flat))
     if out is not None and dist.get_rank() == 0:
         Path(out).write_text(json.dumps(measured.to_dict(), indent=2) + "\n", encoding="utf-8")
     return measured
@@ -235,11 +240,12 @@ def _say(text: str) -> None:
 
 
 def summary(topology: Topology) -> str:
-    """A line an axis, and the device."""
+    """A line an axis, or several together, and the device."""
     device = topology.computes
     lines = [f"{'axis':<8} {'ranks':>6} {'GB/s a rank':>12} {'latency us':>11}"]
-    for axis, size in topology.inner:
-        link = topology.link(axis)
+    links = {axis: topology.link(axis) for axis, _ in topology.inner} | dict(topology.flat)
+    for axis, link in links.items():
+        size = topology.group_size(axis)
         lines.append(f"{axis:<8} {size:>6} {link.gb_per_s:>12.3f} {link.latency_us:>11.1f}")
     lines.append(
         f"{device.name}: {device.tflops:.2f} TFLOP/s in bf16, {device.slower_fp32:.1f} times as many as in fp32; "

@@ -36,7 +36,6 @@ from shardc.plan import Plan
 from shardc.program import Program
 from shardc.runner import Runner
 from shardc.step import Runtime, Sharded, Step
-from shardc.topology import Topology
 from shardc.weights import Source, load
 
 
@@ -134,7 +133,7 @@ def compile(
     _torch.silence_flatten_advice(mesh)
     sharded = _shard(model, plan, params, mesh, device, init, later=weights is not None)
     say = progress or _to_stderr
-    lowering = Lowering(backend, _groups(mesh, plan, device), say)
+    lowering = Lowering(backend, _groups(mesh, plan, params, device), say)
     runtime = Runtime(sharded, lowering, replaced={id(p): weakref.ref(p) for p in parameters.values()})
     compiler = Compiler(model, type(model).forward, params, plan, runtime, dynamic, measure, timeout_s, say)
     model = adopt(model, runtime, compiler)
@@ -239,25 +238,18 @@ def _to_stderr(text: str) -> None:
         print(f"shardc: {text}", file=sys.stderr, flush=True)
 
 
-def _groups(mesh: Any, plan: Plan, device: torch.device) -> dict[str, str]:
-    """The name of each axis's process group; all wait as long as the default group does."""
+def _groups(mesh: Any, plan: Plan, params: Mapping[str, Param], device: torch.device) -> dict[str, str]:
+    """The name of the process group of each axis, and of several that hops are flat over; all wait as long as the
+    default group does."""
     groups = {axis: mesh.get_group(axis) for axis, size in plan.topology.inner}
-    if plan.chain != "hop":
-        groups |= {axes: _flat_group(plan.topology, axes) for axes in plan.topology.neighbours()}
+    flat = plan.topology.neighbours()
+    if plan.chain == "hop":
+        whole = {plan.topology.outside(p.layout.optim) for p in params.values() if p.layout.trainable}
+        flat = [axes for axes in flat if axes in whole]
+    groups |= {axes: plan.topology.flat_group(axes) for axes in flat}
     for group in groups.values():
         _torch.take_over_timeout(group, device)
     return {axis: group.group_name for axis, group in groups.items()}
-
-
-def _flat_group(topology: Topology, axes: str) -> Any:
-    """All ranks make all groups, in the same order."""
-    names = axes.split("+")
-    others = [i for i, (name, _) in enumerate(topology.inner) if name not in names]
-    places: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(topology.world):
-        coordinate = topology.coordinate(rank)
-        places.setdefault(tuple(coordinate[i] for i in others), []).append(rank)
-    return dist.new_subgroups_by_enumeration(list(places.values()))[0]
 
 
 def _device() -> torch.device:

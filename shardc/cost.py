@@ -11,7 +11,7 @@ bytes a rank. The moves of the ladder, over the axes between two rungs, and how 
     forward gather     full <- params          all-gather                                     M times
     backward gather    full <- after_forward   all-gather                                     M times
     reduce             full -> grads           reduce-scatter                                 M times
-    sync               grads -> optim          reduce-scatter, then all-reduce over the rest  once
+    sync               grads -> optim          reduce-scatter, then flat all-reduce of the rest  once
 
 In AMSP's terms (arXiv 2311.00257): both gathers and reduce are T_p, sync is T_os0, refresh T_os1; an even shard makes
 their all-reduce and broadcast a reduce-scatter and an all-gather. T_g is no move: gradients are reduced to their
@@ -25,8 +25,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import prod
+from operator import mul
 from typing import Any, NamedTuple
 
 import sympy
@@ -118,7 +119,7 @@ def _sent(plan: Plan, layout: Layout, parameter: Parameter) -> Iterator[tuple[st
 
 def _fused(plan: Plan, layout: Layout, wires: Wires, hop: StepHop) -> tuple[Any, ...]:
     """What hops share that can be one flat collective."""
-    if plan.chain == "hop":
+    if plan.chain == "hop" or hop.rounds == 2:
         return hop
     rung = _rung(layout, hop.axis)
     if hop.move in ("reduce", "sync"):
@@ -129,15 +130,14 @@ def _fused(plan: Plan, layout: Layout, wires: Wires, hop: StepHop) -> tuple[Any,
 def _over(plan: Plan, first: StepHop, others: Sequence[StepHop], value_bytes: int) -> Iterator[tuple[str, str, int]]:
     """One flat collective, or each hop for itself; `first` is the innermost, with the largest value."""
     sizes = {hop.axis: hop.size for hop in (first, *others)}
-    down = "all_reduce" if first.rounds == 2 else "reduce_scatter"
-    kind = down if first.move in ("reduce", "sync") else "all_gather"
+    kind = "reduce_scatter" if first.move in ("reduce", "sync") else "all_gather"
     ranks = prod(sizes.values())
     if others and (plan.chain == "flat" or is_faster_flat(plan.topology, kind, sizes, value_bytes)):
         yield first.move, "+".join(sizes), value_bytes * (ranks - 1) // ranks
         return
     for hop in (first, *others):
         yield hop.move, hop.axis, value_bytes * (hop.size - 1) // hop.size
-        value_bytes //= hop.size if first.rounds == 1 else 1
+        value_bytes //= hop.size
 
 
 def _elements(layout: Layout, rung: int) -> int:
@@ -174,7 +174,7 @@ def _wire_up(layout: Layout, hop: StepHop, wires: Wires) -> tuple[str, int]:
 
 
 def _rung(layout: Layout, axis: str) -> int:
-    return [name for name, _ in layout.axes].index(axis)
+    return [name for name, _ in layout.axes].index(_names(axis)[0])
 
 
 class StepHop(NamedTuple):
@@ -182,6 +182,7 @@ class StepHop(NamedTuple):
 
     move: str
     axis: str
+    """or several, inner first ("gpu+node")"""
     size: Any
     """ranks"""
     pieces: Any
@@ -199,8 +200,10 @@ def step_hops(row: Sequence[int], axes: Sequence[tuple[str, Any]], trainable: bo
     if trainable:
         yield from _chain("reduce", axes, 0, grads)
         yield from _chain("sync", axes, grads, optim)
-        pieces = _pieces(axes, optim)
-        yield from (StepHop("sync", axis, size, pieces, 2) for axis, size in axes[optim:])
+        whole = [(axis, size) for axis, size in axes[optim:] if size != 1]
+        if whole:
+            names, sizes = zip(*whole, strict=True)
+            yield StepHop("sync", "+".join(names), prod(sizes), _pieces(axes, optim), 2)
 
 
 def _chain(move: str, axes: Sequence[tuple[str, Any]], low: int, high: int) -> Iterator[StepHop]:
@@ -261,8 +264,19 @@ def move_seconds(row: Sequence[int], axes: Sequence[str]) -> dict[str, sympy.Exp
     for hop in step_hops(row, [(axis, of.size(axis)) for axis in axes]):
         sent_bytes = hop.rounds * of.elements * of.weight_bytes / hop.pieces * (hop.size - 1) / hop.size
         steps = hop.rounds * (hop.size - 1)
-        total[hop.move] += sent_bytes / of.bandwidth(hop.axis) + steps * of.latency(hop.axis)
+        total[hop.move] += sent_bytes / _bandwidth(of, hop.axis) + steps * sympy.Max(*map(of.latency, _names(hop.axis)))
     return total
+
+
+def _bandwidth(of: Symbols, axis: str) -> sympy.Expr:
+    """A flat ring crosses an axis at as many places as there are ranks inside it."""
+    names = _names(axis)
+    inside = accumulate(map(of.size, names), mul, initial=sympy.Integer(1))
+    return sympy.Min(*(of.bandwidth(name) * ranks for name, ranks in zip(names, inside, strict=False)))
+
+
+def _names(axis: str) -> list[str]:
+    return axis.split("+")
 
 
 def step_seconds(row: Sequence[int], axes: Sequence[str]) -> sympy.Expr:

@@ -20,6 +20,7 @@ from torch import nn
 from shardc.cost import by_axis, step_bytes
 from shardc.plan import Parameter, Plan, held_bytes, state_bytes
 from shardc.predict import Prediction, Predictor
+from shardc.times import bandwidth_us
 
 WORTH = 0.01
 """Of a step, what a plan with overrides has to be faster by, for what it is harder to read."""
@@ -118,7 +119,7 @@ def _cost(plan: Plan, group: Group, choice: Choice, micro_batches: int) -> Cost:
     lanes_us: Counter[str] = Counter()
     for axis, sent_bytes in by_axis(step_bytes(row, group.parameters, micro_batches)).items():
         for lane in plan.topology.lanes(axis):
-            lanes_us[lane] += plan.topology.link(axis.split("+")[0]).sent_us("all_gather", sent_bytes)  # type: ignore[assignment]
+            lanes_us[lane] += bandwidth_us(plan.topology, "all_gather", axis, sent_bytes)  # type: ignore[assignment]
     lanes = dict.fromkeys(lane for axis in plan.topology.axes for lane in plan.topology.lanes(axis))
     return Cost(np.array([lanes_us[lane] for lane in lanes]), held)
 

@@ -5,7 +5,7 @@ splits it. Of Phi bytes the hops of a move from factor h to factor l send, over 
 
     Phi (1/l - 1/h)        with l and h brought into the range of factors of the axis
 
-in however many hops; an all-reduce over the rest of an axis, n ranks, 2 (n-1)/n of Phi over the optimizer's factor.
+in however many hops; a flat all-reduce over the other n ranks, 2 (n-1)/n of Phi over the optimizer's factor.
 
 Two numbers say how good a plan can be. It holds at least what rests between a forward and its backward. And its step
 takes at least as long as its busiest lane, and as compute with what nothing can hide: gathers of what the first op
@@ -234,14 +234,14 @@ class Space:
         return tuple(found)
 
     def _whole(self, optim: int, kind: str = "trainable") -> tuple[float, ...]:
-        """All-reduces over what the optimizer's rung lacks, once."""
-        groups = self.padded(optim)
+        """The all-reduce over what the optimizer's rung lacks, once: it holds all lanes until it is over."""
+        groups, ranks = self.padded(optim), self.topology.world // optim
         total = sum(n * g.gradient_bytes for g, n in groups if g.trainable and getattr(g, kind)) / optim
-        found = []
-        for axis, start, end in self.ranges:
-            ranks = end // min(max(optim, start), end)
-            found.append(self._us(axis, "all_reduce", 2 * (ranks - 1) / ranks * total))
-        return tuple(found)
+        over = {axis: max(start, optim) // optim for axis, start, end in self.ranges if end > max(start, optim)}
+        sent_bytes = 2 * (ranks - 1) / ranks * total
+        each_us = [self._us(axis, "all_reduce", sent_bytes / inside) for axis, inside in over.items()]
+        takes_us = max(each_us, default=0.0)
+        return tuple(takes_us * (axis in over) for axis, *_ in self.ranges)
 
     def _us(self, axis: str, kind: str, sent_bytes: float) -> float:
         return self.topology.link(axis).sent_us(kind, sent_bytes) if sent_bytes else 0.0

@@ -42,10 +42,11 @@ def collective_us(topology: Topology, kind: str, axis: str, sent_bytes: float, s
     """Of a collective of a group of `size` ranks over an axis, or over several ("gpu+node", inner first), in which each
     sends `sent_bytes`.
 
-    Over several it is a ring through all of their ranks, cut into as many as a host has ranks, so that each crosses the
-    outer axis at a place of its own.
+    Over several, where that was not measured, it is a ring through all of their ranks, cut into as many as a host has
+    ranks, so that each crosses the outer axis at a place of its own.
     """
-    links = [topology.link(name) for name in axis.split("+")]
+    known = dict(topology.flat).get(axis)
+    links = [known] if known else [topology.link(name) for name in axis.split("+")]
     if len(links) == 1:
         return links[0].us(kind, sent_bytes, size)
     return _flat_us(topology, axis, sent_bytes) + ring_steps(kind, size) * max(it.latency_us for it in links)
@@ -97,10 +98,16 @@ def is_faster_flat(topology: Topology, kind: str, sizes: Mapping[str, int], full
 
 def sent_us(start: fx.Node, topology: Topology) -> float:
     """Of a hop, the part that is bandwidth: as much of a larger one as it is of that one's bytes."""
-    hop, sent_bytes = ops.hop(start), ops.moved_bytes(start)
-    if "+" in hop.axis:
-        return _flat_us(topology, hop.axis, sent_bytes)
-    return topology.link(hop.axis).sent_us(hop.kind, sent_bytes)
+    hop = ops.hop(start)
+    return bandwidth_us(topology, hop.kind, hop.axis, ops.moved_bytes(start))
+
+
+def bandwidth_us(topology: Topology, kind: str, axis: str, sent_bytes: float) -> float:
+    """Of a collective as `collective_us` has it, the part that is bandwidth."""
+    known = dict(topology.flat).get(axis)
+    if "+" in axis and not known:
+        return _flat_us(topology, axis, sent_bytes)
+    return (known or topology.link(axis)).sent_us(kind, sent_bytes)
 
 
 LONG = 16.0

@@ -43,6 +43,8 @@ class Topology:
     links: tuple[tuple[str, Link], ...] = ()
     """how fast each axis is, outermost first; empty where nobody has said"""
     device: Device | None = None
+    flat: tuple[tuple[str, Link], ...] = ()
+    """how fast flat collectives over neighbouring axes ("gpu+node") are, where that was measured"""
 
     def __init__(self, /, **sizes: int):
         if not sizes:
@@ -53,6 +55,7 @@ class Topology:
         object.__setattr__(self, "sizes", tuple(sizes.values()))
         object.__setattr__(self, "links", ())
         object.__setattr__(self, "device", None)
+        object.__setattr__(self, "flat", ())
 
     @classmethod
     def preset(cls, name: str, *, nodes: int) -> Topology:
@@ -71,6 +74,17 @@ class Topology:
         new = _topology(list(zip(self.axes, self.sizes, strict=True)))
         object.__setattr__(new, "links", tuple((name, links[name]) for name in self.axes))
         object.__setattr__(new, "device", device)
+        return new
+
+    def with_flat(self, links: Mapping[str, Link]) -> Topology:
+        """The same, with flat collectives over neighbouring axes ("gpu+node") this fast; of others it is worked out
+        from the links of their axes. Raises `Error` for what are no neighbours."""
+        known = self.neighbours()
+        for axes in links:
+            if axes not in known:
+                raise Error(f"{axes!r} are no neighbouring axes of {self}", fix=f"inner first: {', '.join(known)}")
+        new = self.with_links(self.computes, **dict(self.links))
+        object.__setattr__(new, "flat", tuple((axes, links[axes]) for axes in known if axes in links))
         return new
 
     def link(self, axis: str) -> Link:
@@ -185,18 +199,23 @@ class Topology:
                     fix=f"one of {', '.join(map(str, known))}",
                 )
         parts: list[tuple[str, int]] = []
+        names: dict[str, str] = {}
         links: dict[str, Link] = {}
         base = 1
         for axis, size in self.inner:
             cuts = sorted({factor for factor in factors if base < factor < base * size})
             found = _parts(axis, [base, *cuts, base * size])
             parts += found
+            names[axis] = "+".join(name for name, _ in found)
             if self.links:
                 own = self.link(axis)
                 links |= {name: replace(own, lane=own.lane or axis) if cuts else own for name, _ in found}
             base *= size
         new = _topology(parts[::-1])
-        return new.with_links(self.computes, **links) if links else new
+        if not links:
+            return new
+        flat = {"+".join(names[axis] for axis in axes.split("+")): link for axes, link in self.flat}
+        return new.with_links(self.computes, **links).with_flat(flat)
 
     def factors(self) -> list[int]:
         """Of ranks that a rung can have where axes are split, ascending."""
@@ -211,6 +230,10 @@ class Topology:
         names = [name for name, size in self.inner if size > 1]
         pairs = combinations(range(len(names) + 1), 2)
         return ["+".join(names[start:end]) for start, end in pairs if end - start > 1]
+
+    def outside(self, rung: int) -> str:
+        """The axes of more than one rank that a rung lacks, inner first ("gpu+node")."""
+        return "+".join(name for name, size in self.inner[rung:] if size > 1)
 
     def group_size(self, axes: str | Sequence[str]) -> int:
         """Number of ranks in a process group over one axis ("node") or several ("gpu+node"), any set of axes."""
@@ -228,12 +251,14 @@ class Topology:
         if self.links:
             saved["links"] = [link.to_dict() for _, link in self.links]
             saved["device"] = self.computes.to_dict()
+        if self.flat:
+            saved["flat"] = {axes: link.to_dict() for axes, link in self.flat}
         return saved
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Topology:
         """The inverse of `to_dict`. Raises `Error` for anything else."""
-        if not isinstance(saved, Mapping) or set(saved) - {"links", "device"} != {"axes", "sizes"}:
+        if not isinstance(saved, Mapping) or set(saved) - {"links", "device", "flat"} != {"axes", "sizes"}:
             raise Error(f"a topology is saved as {{'axes': [...], 'sizes': [...]}}, not as {saved!r}")
         axes, sizes = saved["axes"], saved["sizes"]
         if not isinstance(axes, list) or not isinstance(sizes, list) or len(axes) != len(sizes):
@@ -316,6 +341,16 @@ class Topology:
         inner_first = ranks.permute(*reversed(range(len(self.sizes)))).flatten().view(self.sizes[::-1])
         return DeviceMesh(device_type, inner_first, mesh_dim_names=self.axes[::-1])
 
+    def flat_group(self, axes: str) -> torch.distributed.ProcessGroup:
+        """The process group of this rank over several axes ("gpu+node"). All ranks call it, in the same order."""
+        names = axes.split("+")
+        others = [i for i, (name, _) in enumerate(self.inner) if name not in names]
+        places: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            coordinate = self.coordinate(rank)
+            places.setdefault(tuple(coordinate[i] for i in others), []).append(rank)
+        return torch.distributed.new_subgroups_by_enumeration(list(places.values()))[0]
+
 
 def _parts(axis: str, sizes: list[int]) -> list[tuple[str, int]]:
     """One axis cut at cumulative sizes, inner part first: [1, 4, 8] makes gpu0=4, gpu1=2."""
@@ -343,9 +378,10 @@ def _with_saved_links(shape: Topology, saved: Mapping[str, Any]) -> Topology:
     try:
         links = {axis: Link.from_dict(link) for axis, link in zip(shape.axes, saved["links"], strict=True)}
         device = Device(**saved["device"])
+        flat = {axes: Link.from_dict(link) for axes, link in saved.get("flat", {}).items()}
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise Error(f"the links and the device of a saved topology do not read: {error!r}") from error
-    return shape.with_links(device, **links)
+    return shape.with_links(device, **links).with_flat(flat)
 
 
 def _check_axis(name: str, size: object) -> None:

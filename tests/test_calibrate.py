@@ -56,6 +56,8 @@ def test_a_job_measures_its_axes_and_all_ranks_have_the_same_numbers(tmp_path: P
         assert [sent for sent, _ in tables["all_gather"]] == [1 << 11, 1 << 15, 1 << 19]
         assert [sent for sent, _ in tables["all_reduce"]] == [1 << 12, 1 << 16, 1 << 20]
         assert topology.link(axis).gb_per_s > 0
+    ((axes, flat),) = topology.flat
+    assert axes == "gpu+node" and [sent for sent, _ in flat.tables["all_gather"]] == [3 << 10, 3 << 14, 3 << 18]
     assert topology.computes.tflops > 0 and topology.computes.memory_gb_per_s > 0
     assert "GB/s a rank" in summary(topology)
 

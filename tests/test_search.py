@@ -21,6 +21,7 @@ from shardc.predict import Predictor, predicted
 from shardc.refine import Cost, _solved, refined
 from shardc.search import TOLERANCE, Found
 from shardc.space import Space, Wiring, facts_of, rows, wirings
+from shardc.times import bandwidth_us
 from shardc.topology import Topology
 from test_predict import IDS, deep
 
@@ -66,9 +67,9 @@ def test_what_is_moved_is_what_plans_move(micro_batches: int) -> None:
         sent = step_bytes(plan, parameters, micro_batches, regathered=_regathered(parameters))
         by_move: dict[str, dict[str, float]] = {}
         for (move, axis), size_bytes in sent.items():
-            lane = plan.topology.lanes(axis)[0]
             of_move = by_move.setdefault(move, {})
-            of_move[lane] = of_move.get(lane, 0.0) + plan.topology.link(axis).sent_us("", size_bytes)
+            for lane in plan.topology.lanes(axis):
+                of_move[lane] = of_move.get(lane, 0.0) + bandwidth_us(plan.topology, "", axis, size_bytes)
         for move, us in space.moved(row, wiring).items():
             assert us == pytest.approx([by_move[move].get("gpu", 0.0), by_move[move].get("node", 0.0)], rel=1e-3)
 

@@ -40,7 +40,7 @@ def test_two_names_of_one_strategy_are_one_plan() -> None:
 HALF, QUARTER = FULL // 2, FULL // 4
 PLACED: dict[str, dict[str, dict[str, int]]] = {
     # strategy -> move -> axis -> bytes a rank sends in a step; of an all-reduce both times around
-    "DDP": {"sync": {"gpu": FULL, "node": FULL}},
+    "DDP": {"sync": {"gpu+node": 3 * HALF}},
     "ZeRO-1": {"refresh": {"gpu": HALF, "node": QUARTER}, "sync": {"gpu": HALF, "node": QUARTER}},
     "ZeRO-2": {"refresh": {"gpu": HALF, "node": QUARTER}, "reduce": {"gpu": HALF, "node": QUARTER}},
     "ZeRO-3 = FSDP": {

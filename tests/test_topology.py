@@ -8,6 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.errors import Error
+from shardc.links import Device, Link
+from shardc.times import collective_us
 from shardc.topology import Topology
 
 TWO = Topology(node=2, gpu=4)
@@ -27,6 +29,17 @@ def message(call, *args, **kwargs) -> str:
     with pytest.raises(Error) as caught:
         call(*args, **kwargs)
     return str(caught.value)
+
+
+def test_flat_links_that_were_measured_take_the_place_of_those_worked_out() -> None:
+    shape = Topology(node=2, gpu=4).with_links(Device("d", 1.0, 1.0, 1.0), node=Link(1.0, 5.0), gpu=Link(9.0, 1.0))
+    measured = shape.with_flat({"gpu+node": Link(2.0, 10.0)})
+    assert Topology.from_dict(measured.to_dict()) == measured
+    assert collective_us(shape, "all_reduce", "gpu+node", 8e6, 8) == 8e6 / (4 * 1e3) + 14 * 5.0
+    assert collective_us(measured, "all_reduce", "gpu+node", 8e6, 8) == 8e6 / (2 * 1e3) + 14 * 10.0
+    assert measured.split([2]).flat == (("gpu0+gpu1+node", Link(2.0, 10.0)),)
+    with pytest.raises(Error, match="'node\\+gpu' are no neighbouring axes(.|\n)*gpu\\+node"):
+        shape.with_flat({"node+gpu": Link(1.0, 1.0)})
 
 
 def test_axes_are_outermost_first_and_inner_is_reversed():

@@ -40,7 +40,7 @@ class RankError(AssertionError):
     """A rank raised, died or did not finish; the message has its traceback."""
 
 
-def run(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
     """`function(*args)` on `world` ranks of a Gloo process group; returns what each returns. Raises `RankError`."""
     import torch.distributed as dist
 
