@@ -168,7 +168,8 @@ def measured_device(device: torch.device, progress: Say = lambda text: None) -> 
     y = torch.empty_like(x)
     memory_gb_per_s = 2 * copied / _repeated_us(lambda: y.copy_(x), device) / 1e3
     slower = tflops[torch.bfloat16] / tflops[torch.float32]
-    return Device(_name(device), tflops[torch.bfloat16], memory_gb_per_s, _memory_gb(device), 1.0, slower)
+    library = "gloo" if dist.is_initialized() and dist.get_backend() == "gloo" else ""
+    return Device(_name(device), tflops[torch.bfloat16], memory_gb_per_s, _memory_gb(device), 1.0, slower, library)
 
 
 def _name(device: torch.device) -> str:

@@ -79,7 +79,7 @@ def planned(
     run("verify", verify, layouts, joint=joint)
     halves = run("partition", partition if captured.trains else forward_only, joint, captured.params)
     run("verify", verify, layouts, forward=halves[0], backward=halves[1])
-    return Program(captured, own, params, plan, halves, run, orders, library)
+    return Program(captured, own, params, plan, halves, run, orders, library or plan.topology.library)
 
 
 def decompose(graph: fx.Graph) -> fx.Graph:

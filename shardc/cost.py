@@ -38,6 +38,7 @@ from passes.wire import CASTS, LARGEST, Wires, message_bytes
 from shardc.model import compute_dtype
 from shardc.plan import Parameter, Plan
 from shardc.times import is_faster_flat
+from shardc.topology import Topology
 
 MOVES = ("refresh", "forward gather", "backward gather", "reduce", "sync")
 """What moves bytes, in the order of a step."""
@@ -97,6 +98,18 @@ def by_axis(moved: Moved) -> dict[str, int]:
     total: dict[str, int] = {}
     for (_, axis), size_bytes in moved.items():
         total[axis] = total.get(axis, 0) + size_bytes
+    return total
+
+
+def crossing(moved: Moved, topology: Topology) -> dict[str, float]:
+    """Bytes of all moves that one rank sends over each axis, on the average: of the ranks inside an axis only one at a
+    time crosses it in a flat collective."""
+    total = dict.fromkeys(topology.axes, 0.0)
+    for axis, sent_bytes in by_axis(moved).items():
+        inside = 1
+        for name in _names(axis):
+            total[name] += sent_bytes / inside
+            inside *= topology.group_size(name)
     return total
 
 

@@ -46,6 +46,10 @@ REMEDIES = {
 }
 
 
+STAGING = ("gloo",)
+"""Libraries of which each group has a buffer of its own for the hop that it is at, as large as the full value."""
+
+
 @dataclass(frozen=True)
 class Peak:
     """The moment of most bytes."""
@@ -70,6 +74,10 @@ class Footprint:
     end_bytes: int = 0
     """when the last call is over"""
 
+    def above(self, limit_bytes: int, calls: Sequence[Variant]) -> list[Variant]:
+        """Those of the calls that it is of which need more than a limit."""
+        return [call for call, levels in zip(calls, self.levels, strict=True) if max(levels) > limit_bytes]
+
     def check(self, limit_bytes: int) -> None:
         """Raises `Error` where the peak is above a limit."""
         peak = self.peak
@@ -84,12 +92,9 @@ class Footprint:
             )
 
 
-def footprint(
-    program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optimizer_states: int = 2, *, staging: bool = False
-) -> Footprint:
+def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optimizer_states: int = 2) -> Footprint:
     """Of a step that makes these calls in order. `optimizer_states` is how many values the optimizer keeps for each
-    element of a trained parameter (2 for Adam). `staging`: the library of each group has a buffer of its own for the
-    hop that it is at, as large as the full value (Gloo does, NCCL does not)."""
+    element of a trained parameter (2 for Adam)."""
     found = Footprint(_rest_bytes(program, optimizer_states))
     inputs_bytes = _inputs_bytes(program)
     copies_bytes = gradient_bytes = 0
@@ -98,7 +103,7 @@ def footprint(
     for variant, graph in calls:
         given_up = saved.given_up(graph) if variant.half == "backward" else set()
         living = [life for life in lives(graph, given_up) if life.node in given_up or _is_made(life)]
-        living += _staged(graph) if staging else []
+        living += _staged(graph) if program.library in STAGING else []
         kept = Counter({MASTER: found.rest_bytes, COPIES: copies_bytes, ACTIVATIONS: inputs_bytes})
         kept[GRADIENTS] = 0 if variant.accumulated else gradient_bytes
         kept[RESIDUALS] = residuals_bytes - _taken_bytes(graph)
@@ -223,7 +228,7 @@ def _staged(graph: fx.Graph) -> list[Life]:
             end = next(iter(end.users))
         if hop.axis in last:
             last[hop.axis].death = min(last[hop.axis].death, position[start] - 1)
-        if hop.kind != "all_reduce":
+        if hop.kind in ("all_gather", "reduce_scatter"):
             size_bytes = ops.moved_bytes(start) * hop.size // (hop.size - 1)
             last[hop.axis] = Life(start, size_bytes, position[start], position[wait], {start})
             found.append(last[hop.axis])

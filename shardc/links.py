@@ -80,6 +80,8 @@ class Device:
     """of both rates, what large kernels reach"""
     slower_fp32: float = 1.0
     """how many times slower products of 32-bit numbers are"""
+    library: str = ""
+    """what moves bytes between such devices, where that matters ("gloo")"""
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))

@@ -51,7 +51,7 @@ def measure(program: Program, lowering: Lowering) -> None:
     for variant in program.step():
         draft = program.draft(variant)
         drafted_us = {node.name: us for node, us in times_us(draft, program.topology).items()}
-        graph = program.scheduled(draft, variant.half)
+        graph = program.scheduled(draft, variant)
         expected_us = {node.name: us for node, us in times_us(graph, program.topology).items()}
         us: dict[str, float] = {}
         for call in _calls(graph, lowering, variant.half):

@@ -37,7 +37,7 @@ DEPTHS = (6, 9)
 ALIKE = 3
 """Micro-batches that are simulated: the first, the last, and one for all between."""
 WINDOWS = (1.0, 0.25, 0.0)
-"""Of what the schedule would like to gather ahead, what it may, until memory suffices."""
+"""Those of `shardc.program` that are tried."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ list of saved values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,11 +35,14 @@ from passes.sync import sync
 from passes.text import to_text
 from passes.verify import verify
 from shardc.capture import Captured
-from shardc.footprint import footprint
+from shardc.footprint import Footprint, footprint
 from shardc.plan import Plan
 from shardc.runner import Runner
 from shardc.times import Merging, Times, busy_us, exchanged, flat_pays, load_of, pieces_of, times_us
 from shardc.topology import Topology
+
+WINDOWS = (1.0, 0.5, 0.25, 0.0)
+"""Of what the schedule would like to gather ahead, what it may, until memory suffices."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,10 @@ class Program:
     made: dict[Variant, fx.Graph] = field(default_factory=dict)
     window: float = 1.0
     """of what the schedule would like to gather ahead, the part that it may"""
+    windows: dict[Variant, float] = field(default_factory=dict)
+    """the same of single calls, where memory is limited"""
+    unfit: dict[Variant, Footprint] = field(default_factory=dict)
+    """calls that need more memory than there is, of steps of several micro-batches"""
     pace: dict[str, Pace] = field(default_factory=dict)
     """of each half, where it was measured"""
     loads: dict[str, float] = field(default_factory=dict)
@@ -140,6 +147,8 @@ class Program:
 
     def graph(self, variant: Variant) -> fx.Graph:
         """Of one call, as it runs."""
+        if variant in self.unfit:
+            self.unfit[variant].check(self.plan.memory_limit or 0)
         if variant not in self.made:
             graph = self._finish(variant)
             self._verify(graph, variant)
@@ -196,22 +205,27 @@ class Program:
         graph, half = self.draft(variant), variant.half
         order = self.orders.find(half, graph)
         if order is None:
-            own = self.scheduled(copy(graph), half)
+            own = self.scheduled(copy(graph), variant)
             self.orders.decide(half, collective_order(own))
             order = self.orders.find(half, graph)
             assert order is not None
             if order == collective_order(own):
                 return own
-        return align(self.scheduled(graph, half, order), order)
+        return align(self.scheduled(graph, variant, order), order)
 
-    def scheduled(self, graph: fx.Graph, half: str, order: Order | None = None) -> fx.Graph:
+    def scheduled(self, graph: fx.Graph, variant: Variant, order: Order | None = None) -> fx.Graph:
         """A draft in buckets (those of an order, or its own) and in its own order. Edits in place."""
+        half, window = variant.half, self._window(variant)
         graph = self.run("bucket", self._bucketed, graph, half, order)
         graph = self.run("chunk", self._chunked, graph, order)
         graph = self.run("relay", relay, graph)
         us = self.times_us(graph, half).__getitem__ if self.topology.links else None
-        window_bytes = None if self.window == 1.0 else int(self.window * default_window(graph))
+        window_bytes = None if window == 1.0 else int(window * default_window(graph))
         return self.run("schedule", schedule, graph, us, window_bytes, self.topology.lanes)
+
+    def _window(self, variant: Variant) -> float:
+        alike = [window for other, window in self.windows.items() if other.half == variant.half]
+        return self.windows.get(variant, min(alike, default=self.window))
 
     def _bucketed(self, graph: fx.Graph, half: str, order: Order | None = None) -> fx.Graph:
         if not self.topology.links:
@@ -235,17 +249,30 @@ class Program:
             self.variation(synced=True, accumulated={})
 
     def fit(self, limit_bytes: int) -> None:
-        """Takes the largest window with which no step of one or of two micro-batches needs more than a limit. Raises
-        `Error` with what lives at the peak where there is none."""
-        steps = [self.step(1), self.step(2)]
-        for self.window in (1.0, 0.5, 0.25, 0.0):
-            variants = {variant for step in steps for variant in step}
-            graphs = {variant: self.scheduled(self.draft(variant), variant.half) for variant in variants}
+        """Takes for each call the largest window with which no step of one or of two micro-batches needs more than a
+        limit. Where there is none for steps of one, raises `Error` with what lives at the peak; where there is none for
+        steps of two, calls that only these make will do so."""
+        one, two = self.step(1), self.step(2)
+        above = self._fitted([one, two], limit_bytes)
+        if above:
+            alone = self._fitted([one], limit_bytes)
+            if alone:
+                alone.check(limit_bytes)
+            self.unfit = dict.fromkeys({*two} - {*one}, above)
+
+    def _fitted(self, steps: Sequence[Sequence[Variant]], limit_bytes: int) -> Footprint | None:
+        """Sets windows. What the step needs that needs most, where it is above the limit."""
+        left = {variant for step in steps for variant in step}
+        graphs: dict[Variant, fx.Graph] = {}
+        found: list[Footprint] = []
+        for window in WINDOWS:
+            self.windows |= dict.fromkeys(left, window)
+            graphs |= {variant: self.scheduled(self.draft(variant), variant) for variant in left}
             found = [footprint(self, [(variant, graphs[variant]) for variant in step]) for step in steps]
-            worst = max(found, key=lambda it: it.peak.bytes)
-            if worst.peak.bytes <= limit_bytes:
-                return
-        worst.check(limit_bytes)
+            left &= {v for step, it in zip(steps, found, strict=True) for v in it.above(limit_bytes, step)}
+            if not left:
+                return None
+        return max(found, key=lambda it: it.peak.bytes)
 
     def after(self, stage: str) -> tuple[fx.Graph, ...]:
         """The graphs as they stood after a stage: one joint graph after `capture`, `decompose` and `insert`; forward

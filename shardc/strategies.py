@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from passes.errors import Error
-from shardc.cost import by_axis, step_bytes
+from shardc.cost import crossing, step_bytes
 from shardc.plan import PARO, Parameter, Plan, state_bytes
 from shardc.topology import Topology
 
@@ -94,7 +94,7 @@ def _cells(plan: Plan, billions: float, micro_batches: int) -> Iterator[str]:
     pieces = plan.topology.world
     rows = max(pieces, round(billions * 1e9 / COLUMNS / pieces) * pieces)
     parameters: dict[str, Parameter] = {"matrix": ((rows, COLUMNS), torch.float32, True)}
-    sent = by_axis(step_bytes(plan, parameters, micro_batches))
+    sent = crossing(step_bytes(plan, parameters, micro_batches), plan.topology)
     yield from map(plan.topology.rung_name, plan.default)
     yield from (f"{sent[axis] / 1e9:.2f}" for axis in plan.topology.axes)
     yield f"{sum(state_bytes(plan, parameters).values()) / 1e9:.2f}"

@@ -59,8 +59,8 @@ BY_EXCHANGE = ("gloo",)
 def exchanged(topology: Topology, library: str = "") -> frozenset[str]:
     """Axes over which an all-to-all, summed where it arrives, takes less than a reduce-scatter: as measured, and where
     nobody has, by what is known of the library that moves bytes."""
-    links = dict(topology.links)
-    return frozenset(axis for axis, size in topology.inner if size > 1 and _is_exchanged(links.get(axis), library))
+    links, known = dict(topology.links), library or topology.library
+    return frozenset(axis for axis, size in topology.inner if size > 1 and _is_exchanged(links.get(axis), known))
 
 
 def _is_exchanged(link: Link | None, library: str) -> bool:

@@ -106,6 +106,11 @@ class Topology:
         assert self.device
         return self.device
 
+    @property
+    def library(self) -> str:
+        """What moves bytes, where that is known to matter."""
+        return self.device.library if self.device else ""
+
     def _check_links(self) -> None:
         if not self.links:
             raise Error(

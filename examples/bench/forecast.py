@@ -4,7 +4,7 @@
 
 Of the first rank: bytes that the C library's allocator has given out, looked at every 0.3 ms during a step, above what
 they are between steps, plus master parameters and optimizer state. A Llama-like model through Inductor. Gloo's own
-buffers are in the forecast (`staging`). Exits with 1 where a forecast is off by more than `--limit`.
+buffers are in the forecast. Exits with 1 where a forecast is off by more than `--limit`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def measure(plan: shardc.Plan, micro_batches: int) -> tuple[int, Footprint]:
         optimizer.step()
         optimizer.zero_grad()
     program = shardc.programs(model)[0]
-    foretold = footprint(program, [(v, program.graph(v)) for v in program.step(micro_batches)], staging=True)
+    foretold = footprint(program, [(v, program.graph(v)) for v in program.step(micro_batches)])
     measured = foretold.rest_bytes + batch.nbytes + sorted(peaks[WARMUP:])[STEPS // 2]
     return measured, foretold
 

@@ -3,6 +3,7 @@
     sudo python examples/bench/wire.py                          # everything: a day
     sudo python examples/bench/wire.py --layouts 2x2 --rates 400mbit --micro-batches 1
     sudo python examples/bench/wire.py --rows ddp fsdp2 shardc-IIG --rates 2gbit --steps 3
+    sudo python examples/bench/wire.py --layouts 1x1 2x1 4x1 --rates 400mbit   # how it scales
     python examples/bench/wire.py --tables                      # of what has been measured
 
 Hosts are network namespaces of this machine (`hosts.py`), so processes, Gloo and TCP are real. All train a Llama-like
@@ -33,7 +34,7 @@ from typing import Any
 
 from hosts import Hosts, Missing, end_with_parent
 from wire_rows import ALONE, OURS, ROWS, Task
-from wire_table import NOTE, Record, Setting, Table, plot, settings
+from wire_table import NOTE, Record, Setting, Table, plot, scaling, settings
 
 TIMEOUT_S = 3 * 3600.0
 """for one job"""
@@ -59,8 +60,8 @@ def arguments() -> argparse.Namespace:
 
 def layout(text: str) -> str:
     hosts, _, processes = text.partition("x")
-    if not (hosts.isdecimal() and processes.isdecimal() and int(hosts) > 1 and int(processes) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not such as 2x2: two hosts or more, and processes a host")
+    if not (hosts.isdecimal() and processes.isdecimal() and int(hosts) > 0 and int(processes) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not such as 2x2: hosts, and processes a host")
     return text
 
 
@@ -261,7 +262,7 @@ def memory_of_best(bench: Bench, task: Task) -> int | None:
 def write(records: Records, folder: Path) -> str:
     """All tables as one file, and plots; returns the tables."""
     tables = [Table(records.all, setting) for setting in settings(records.all)]
-    text = "\n\n".join([*map(str, tables), NOTE])
+    text = "\n\n".join([*map(str, tables), *scaling(tables), NOTE])
     (folder / "tables.md").write_text(text + "\n")
     print(f"written to {folder / 'tables.md'}")
     try:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wire_rows import ALONE, BASELINE, OURS, ROWS
+from wire_rows import ALONE, BASELINE, CONFIG, OURS, ROWS
 
 import shardc
 
@@ -39,6 +39,15 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.layout}, {self.rate}, {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
+
+    @property
+    def hosts(self) -> int:
+        return int(self.layout.partition("x")[0])
+
+    @property
+    def processes(self) -> int:
+        """A host."""
+        return int(self.layout.partition("x")[2])
 
 
 def settings(records: Iterable[Record]) -> list[Setting]:
@@ -85,6 +94,12 @@ class Table:
     def step_s(self, name: str) -> float:
         return statistics.median(self.rows[name]["steps_s"])
 
+    def tokens_per_s(self, name: str) -> float:
+        """Of all ranks together."""
+        setting = self.setting
+        tokens = setting.hosts * setting.processes * setting.micro_batches * CONFIG.context
+        return tokens / self.step_s(name)
+
     def alone_s(self, name: str) -> float | None:
         """Seconds without communication, if that has been measured. A rank updates its own part."""
         compute = self.others.get(ROWS[name].beside)
@@ -100,7 +115,8 @@ class Table:
         record, alone_s = self.rows[name], self.alone_s(name)
         if "bound_s" not in record or alone_s is None:
             return None
-        return max(alone_s, record["closed_bytes"] / self.goodput, record["bound_s"] + (self.update_s(name) or 0.0))
+        sent_s = record["closed_bytes"] / self.goodput if record["closed_bytes"] else 0.0
+        return max(alone_s, sent_s, record["bound_s"] + (self.update_s(name) or 0.0))
 
     @cached_property
     def goodput(self) -> float:
@@ -155,6 +171,30 @@ class Table:
         )
         note = f", itself {over:.1%} above the limit" if over > SAME_MEMORY - 1 else ""
         return f"- {name} ({record['plan']}): {than} of those that fit{note}"
+
+
+def scaling(tables: Sequence[Table]) -> Iterator[str]:
+    """Tokens a second on more and more hosts, a table for each rate, of what ran on several numbers of them; and how
+    many times as many as on the fewest, as a part of how many times as many hosts there are."""
+    alike: dict[tuple[int, str, int], dict[int, Table]] = {}
+    for table in tables:
+        key = (table.setting.processes, table.setting.rate, table.setting.micro_batches)
+        alike.setdefault(key, {})[table.setting.hosts] = table
+    for (processes, rate, micro_batches), by_hosts in alike.items():
+        if len(by_hosts) > 1:
+            about = f"{processes} process{'es' * (processes > 1)} a host, {rate}, M = {micro_batches}"
+            yield "\n".join([f"## Scaling, {about}", "", *markdown(list(_scaled(dict(sorted(by_hosts.items())))))])
+
+
+def _scaled(by_hosts: dict[int, Table]) -> Iterator[tuple[str, ...]]:
+    counts = list(by_hosts)
+    rates = (f"tokens/s, {n} host{'s' * (n > 1)}" for n in counts)
+    yield ("row", *rates, *(f"efficiency, {n}" for n in counts[1:]))
+    for name in by_hosts[counts[0]].ordered:
+        if all(name in table.rows for table in by_hosts.values()):
+            found = {n: table.tokens_per_s(name) for n, table in by_hosts.items()}
+            parts = {n: found[n] / n * counts[0] / found[counts[0]] for n in counts[1:]}
+            yield (name, *(f"{rate:.0f}" for rate in found.values()), *(f"{part:.0%}" for part in parts.values()))
 
 
 def _suffix(name: str) -> str:

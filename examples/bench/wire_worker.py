@@ -28,7 +28,7 @@ from wire_rows import CONFIG, FORMATS, ROWS, System, Task, built, parameters_of
 import shardc
 from passes import ops
 from passes.order import Orders
-from shardc.cost import by_axis, step_bytes
+from shardc.cost import crossing, step_bytes
 from shardc.predict import predicted
 from shardc.program import Program, Variant
 
@@ -218,8 +218,9 @@ def foretold(task: Task, system: System, parameters: dict[str, Any]) -> Result:
     program = replace(shardc.programs(system.model)[0], made={}, orders=Orders())
     prediction = predicted(replace(program, pace={}), task.micro_batches)
     simulated = shardc.simulate(program, micro_batches=task.micro_batches)
-    moved = by_axis(step_bytes(system.plan, parameters, task.micro_batches, regathered=regathered(program)))
-    node_bytes = sum(size for axis, size in moved.items() if "node" in axis.split("+"))
+    moved = step_bytes(system.plan, parameters, task.micro_batches, regathered=regathered(program))
+    sent = crossing(moved, system.plan.topology)
+    node_bytes = sum(sent[axis] for axis in sent if "node" in system.plan.topology.lanes(axis))
     return {
         "closed_bytes": node_bytes * task.processes,
         "foretold_s": prediction.step_us / 1e6,

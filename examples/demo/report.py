@@ -77,7 +77,7 @@ def traffic(plan: shardc.Plan, model: GPT, micro_batches: int, counted: Mapping[
     title("Traffic: MB that one rank sends in a step")
     say(_row("axis", *MOVES, "closed form", "counted"))
     for axis, total in by_axis(expected).items():
-        moves = (expected[move, axis] for move in MOVES)
+        moves = (expected.get((move, axis), 0) for move in MOVES)
         say(_row(axis, *(f"{sent / 1e6:.3f}" for sent in (*moves, total, counted[axis]))))
 
 
