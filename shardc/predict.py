@@ -120,7 +120,7 @@ class Predictor:
     def changed(
         self, before: Prediction, plan: Plan, micro_batches: int = 1, *, optimizer_states: int = 2
     ) -> Prediction:
-        """What becomes of a prediction of this one's, where layers of the deepest capture have other rows."""
+        """What becomes of one of its predictions, where layers of the deepest capture have other rows."""
         depth = max(self.traced)
         programs = (replace(self.program(it, depth), loads=self.loads[before.plan]) for it in (before.plan, plan))
         was, now = (predicted(program, micro_batches, optimizer_states) for program in programs)
