@@ -118,13 +118,14 @@ def _as_it_was(model: nn.Module, runtime: Runtime, device: torch.device) -> Iter
     held = [(p, p.tensor.grad, p.accumulator, p.synced_grad) for p in runtime.params.values()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     syncing, runtime.syncing = runtime.syncing, True
+    residuals, runtime.residuals = runtime.residuals, {}
     for p, *_ in held:
         p.tensor.grad = p.accumulator = p.synced_grad = None
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
-        runtime.syncing = syncing
+        runtime.syncing, runtime.residuals = syncing, residuals
         for p, grad, accumulator, synced_grad in held:
             p.tensor.grad, p.accumulator, p.synced_grad = grad, accumulator, synced_grad
         with torch.no_grad():

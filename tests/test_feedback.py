@@ -15,6 +15,8 @@ from passes.parse import parse
 from passes.verify import verify
 from passes.wire import dequantize, lost, quantize
 from shardc.footprint import RESIDUALS, footprint
+from shardc.links import Device, Link
+from shardc.model import runtime_of
 from shardc.plan import state_bytes
 from shardc.simulate import calls_of
 from shardc.testing import run_ranks
@@ -138,6 +140,19 @@ def test_real_processes_keep_residuals_from_step_to_step_and_over_micro_batches(
     late = shardc.Plan.paro(TWO_BY_TWO, "ING", error_feedback=True, **WIRES)
     errors = run(trained, 4, late, backend, 16, 2)[0]
     assert errors[-1] < errors[0] / 8
+
+
+def test_profiling_leaves_residuals_as_they_were() -> None:
+    topology = TWO_BY_TWO.with_links(Device("d", 1.0, 1.0, 1.0), node=Link(1.0, 1.0), gpu=Link(1.0, 1.0))
+    plan = shardc.Plan.zero3(topology, error_feedback=True, **WIRES)
+    with shardc.emulate(topology):
+        model = shardc.compile(nn.Linear(32, 16, bias=False), plan, backend="eager", progress=lambda line: None)
+        x = torch.randn(4, 32)
+        model(x).sum().backward()
+        before = dict(runtime_of(model).residuals)
+        shardc.profile(model, x)
+        after = runtime_of(model).residuals
+    assert len(before) == 2 and all(after[name] is value for name, value in before.items())
 
 
 # What it costs
