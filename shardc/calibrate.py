@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 -m shardc calibrate --out links.json
 
 Every axis, and all neighbouring ones together, are measured while all the groups along them are busy, which is how a
-step uses them. Of each kind of collective
-the time of a few sizes goes into a table; latency and bandwidth are fitted to the gathers and reduce-scatters, for
-sizes between and beyond.
+step uses them. Of each kind of collective the time of a few sizes goes into a table; latency and bandwidth are fitted
+to the gathers and reduce-scatters, for sizes between and beyond. So it is with matrix products and copies of each rank,
+which all ranks make at the same time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -82,10 +83,10 @@ def _table(kind: str, group: Any, size: int, sizes: Sequence[int], device: torch
         rounds = 2 if kind == "all_reduce" else 1
         progress(f"measuring {kind} of {full_bytes:,} bytes over {size} ranks")
         us = slowest(_timed_us(_collective(kind, group, size, full_bytes, device), device), device)
-        points.append((rounds * full_bytes * (size - 1) // size, max([us, *(p[1] for p in points)])))
+        points.append((rounds * full_bytes * (size - 1) // size, us))
         if us > SECONDS * 1e6:
             break
-    return tuple(points)
+    return _rising(points) if points else ()
 
 
 def _collective(kind: str, group: Any, size: int, full_bytes: int, device: torch.device) -> Callable[[], Any]:
@@ -151,25 +152,42 @@ def fitted(tables: Mapping[str, Table], size: int) -> Link:
     return Link(1 / max(float(us_per_byte), floor) / 1e3, float(latency_us), tables)
 
 
-PRODUCT = {"cuda": 8192, "cpu": 1024}
+PRODUCTS = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 1024)}
 """Rows and columns of the matrices that are multiplied."""
-COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+COPIED_BYTES = {"cuda": range(16, 31, 2), "cpu": range(13, 28, 2)}
+"""powers of 2"""
 
 
 def measured_device(device: torch.device, progress: Say = lambda text: None) -> Device:
-    """How fast this rank's device multiplies matrices and copies memory, as it is reached (`efficiency` 1)."""
+    """How long this rank's device takes to multiply matrices and to copy memory. The rates are those of the largest, as
+    they are reached (`efficiency` 1)."""
     progress(f"measuring compute on {device}")
-    n, copied = PRODUCT[device.type], COPIED_BYTES[device.type]
-    tflops = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        a = torch.randn(n, n, device=device).to(dtype)
-        tflops[dtype] = 2 * n**3 / _repeated_us(partial(torch.matmul, a, a), device) / 1e6
-    x = torch.zeros(copied, dtype=torch.uint8, device=device)
-    y = torch.empty_like(x)
-    memory_gb_per_s = 2 * copied / _repeated_us(lambda: y.copy_(x), device) / 1e3
-    slower = tflops[torch.bfloat16] / tflops[torch.float32]
+    tables = {"products16": _products(torch.bfloat16, device), "products32": _products(torch.float32, device)}
+    tables["memory"] = _copies(device)
+    tflops, fp32_tflops, gb_per_s = (table[-1][0] / table[-1][1] / 1e6 for table in tables.values())
     library = "gloo" if dist.is_initialized() and dist.get_backend() == "gloo" else ""
-    return Device(_name(device), tflops[torch.bfloat16], memory_gb_per_s, _memory_gb(device), 1.0, slower, library)
+    return Device(_name(device), tflops, 1e3 * gb_per_s, _memory_gb(device), 1.0, tflops / fp32_tflops, library, tables)
+
+
+def _products(dtype: torch.dtype, device: torch.device) -> Table:
+    points = []
+    for n in PRODUCTS[device.type]:
+        a = torch.randn(n, n, device=device).to(dtype)
+        points.append((2 * n**3, _repeated_us(partial(torch.matmul, a, a), device)))
+    return _rising(points)
+
+
+def _copies(device: torch.device) -> Table:
+    points = []
+    for power in COPIED_BYTES[device.type]:
+        x = torch.zeros(1 << power, dtype=torch.uint8, device=device)
+        points.append((2 << power, _repeated_us(partial(torch.empty_like(x).copy_, x), device)))
+    return _rising(points)
+
+
+def _rising(points: Iterable[tuple[int, float]]) -> Table:
+    amounts, us = zip(*points, strict=True)
+    return tuple(zip(amounts, accumulate(us, max), strict=True))
 
 
 def _name(device: torch.device) -> str:

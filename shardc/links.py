@@ -20,7 +20,7 @@ from typing import Any
 from passes.errors import Error
 
 Table = tuple[tuple[int, float], ...]
-"""Measured: (bytes that one rank sends, microseconds), by bytes."""
+"""Measured: (amount, microseconds), rising: of bytes that one rank sends, of operations, of bytes in memory."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,7 @@ class Link:
     def __post_init__(self) -> None:
         if not (self.gb_per_s > 0 and self.latency_us >= 0):
             raise Error(f"a link of {self.gb_per_s} GB/s with {self.latency_us} us cannot be", fix="Link(50.0, 10.0)")
-        for kind, table in self.tables.items():
-            rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(table))
-            if not (table and rises and table[0][0] > 0 and table[0][1] > 0):
-                raise Error(f"the table of {kind} does not rise", fix="(bytes, microseconds) by bytes, from above 0")
+        _check(self.tables)
 
     def us(self, kind: str, sent_bytes: float, size: int) -> float:
         """Of one collective of a group of `size` ranks in which each sends `sent_bytes`."""
@@ -57,14 +54,12 @@ class Link:
         return sent_bytes / self.gb_per_s / 1e3
 
     def to_dict(self) -> dict[str, Any]:
-        tables = {kind: [list(point) for point in table] for kind, table in self.tables.items()}
         saved: dict[str, Any] = {"gb_per_s": self.gb_per_s, "latency_us": self.latency_us}
-        return saved | ({"tables": tables} if tables else {}) | ({"lane": self.lane} if self.lane else {})
+        return saved | _saved(self.tables) | ({"lane": self.lane} if self.lane else {})
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Link:
-        tables = {kind: tuple((int(b), float(us)) for b, us in t) for kind, t in saved.get("tables", {}).items()}
-        return cls(float(saved["gb_per_s"]), float(saved["latency_us"]), tables, saved.get("lane", ""))
+        return cls(float(saved["gb_per_s"]), float(saved["latency_us"]), _read(saved), saved.get("lane", ""))
 
 
 @dataclass(frozen=True)
@@ -82,9 +77,32 @@ class Device:
     """how many times slower products of 32-bit numbers are"""
     library: str = ""
     """what moves bytes between such devices, where that matters ("gloo")"""
+    tables: Mapping[str, Table] = field(default_factory=dict, hash=False)
+    """of "products16" and "products32", by operations, and of "memory", by bytes read and written; where there is one,
+    it counts and the rates do not"""
+
+    def __post_init__(self) -> None:
+        _check(self.tables)
+
+    def product_us(self, operations: float, itemsize: int) -> float:
+        """Of a matrix product of numbers of so many bytes."""
+        short = itemsize <= 2
+        if table := self.tables.get("products16" if short else "products32"):
+            return _interpolated(table, operations)
+        return operations * (1.0 if short else self.slower_fp32) / self.tflops / self.efficiency / 1e6
+
+    def memory_us(self, moved_bytes: float) -> float:
+        """Of reading and writing so many bytes in all."""
+        if table := self.tables.get("memory"):
+            return _interpolated(table, moved_bytes)
+        return moved_bytes / self.memory_gb_per_s / self.efficiency / 1e3
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "tables"} | _saved(self.tables)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Device:
+        return cls(**{**saved, "tables": _read(saved)})
 
 
 def ring_steps(kind: str, size: int) -> int:
@@ -92,16 +110,33 @@ def ring_steps(kind: str, size: int) -> int:
     return (size - 1) * (2 if kind == "all_reduce" else 1)
 
 
-def _interpolated(table: Table, sent_bytes: float) -> float:
-    """A power law between two points, the smallest time below them, constant bandwidth above."""
-    if sent_bytes <= table[0][0]:
+def _interpolated(table: Table, amount: float) -> float:
+    """A power law between two points, the smallest time below them, a constant rate above; of nothing, none."""
+    if not amount:
+        return 0.0
+    if amount <= table[0][0]:
         return table[0][1]
-    if sent_bytes >= table[-1][0]:
-        return table[-1][1] * sent_bytes / table[-1][0]
-    i = bisect_left(table, (sent_bytes, 0.0))
+    if amount >= table[-1][0]:
+        return table[-1][1] * amount / table[-1][0]
+    i = bisect_left(table, (amount, 0.0))
     (low, low_us), (high, high_us) = table[i - 1], table[i]
-    share = log(sent_bytes / low) / log(high / low)
+    share = log(amount / low) / log(high / low)
     return low_us * exp(share * log(high_us / low_us))
+
+
+def _check(tables: Mapping[str, Table]) -> None:
+    for kind, table in tables.items():
+        rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(table))
+        if not (table and rises and table[0][0] > 0 and table[0][1] > 0):
+            raise Error(f"the table of {kind} does not rise", fix="(amount, microseconds) by amount, from above 0")
+
+
+def _saved(tables: Mapping[str, Table]) -> dict[str, Any]:
+    return {"tables": {kind: [list(point) for point in table] for kind, table in tables.items()}} if tables else {}
+
+
+def _read(saved: Mapping[str, Any]) -> dict[str, Table]:
+    return {kind: tuple((int(n), float(us)) for n, us in table) for kind, table in saved.get("tables", {}).items()}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,6 +34,8 @@ BACKENDS = ("inductor", "inductor-whole", "eager")
 Callback = Callable[[str], None]
 Run = Callable[[list[Any]], Any]
 """Takes, and empties, the list of a graph's inputs and returns what the graph returns."""
+Begin = Callable[[list[Any]], Generator[None, list[Any], Any]]
+"""The same in two parts: takes the first inputs, then is sent the others."""
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Lowering:
     compiled: dict[str, Callable[[list[Any]], Sequence[Any]]] = field(default_factory=dict)
     runs: WeakKeyDictionary[fx.Graph, Run] = field(default_factory=WeakKeyDictionary)
     """what was lowered, for as long as its graph lives"""
+    heads: WeakKeyDictionary[fx.Graph, Begin] = field(default_factory=WeakKeyDictionary)
+    """the same for those that were begun ahead"""
 
     def __post_init__(self) -> None:
         self.lanes = {axis: Lane(group) for axis, group in self.groups.items()}
@@ -58,6 +62,19 @@ class Lowering:
         if run is None:
             run = self.runs[graph] = self.lowered(graph, name)
         return run
+
+    def begin(self, graph: fx.Graph, name: str, later: Collection[str]) -> Begin:
+        """Of a graph that goes as far as it can without some of its inputs, and without waiting for a hop."""
+        if self.backend == "inductor-whole":
+            raise Error(
+                "backend='inductor-whole' compiles a forward in one piece, which cannot be begun ahead.",
+                fix="backend='inductor', or leave out model.prefetch().",
+            )
+        begin = self.heads.get(graph)
+        if begin is None:
+            outer = graph if self.backend == "eager" else self.outer(graph, name)
+            begin = self.heads[graph] = emit(outer, name, self, later)
+        return begin
 
     def lowered(self, graph: fx.Graph, name: str) -> Run:
         if self.backend == "eager":
@@ -200,10 +217,10 @@ def _constant(module: fx.GraphModule, value: torch.Tensor, write: Writer) -> fx.
 # Emitting the outer function
 
 
-def emit(graph: fx.Graph, name: str, lowering: Lowering) -> Run:
-    """The graph as one Python function; `run.source` is its text."""
+def emit(graph: fx.Graph, name: str, lowering: Lowering, later: Collection[str] | None = None) -> Any:
+    """The graph as one Python function, or as a generator that these inputs are sent to; `run.source` is its text."""
     writer = _Source(lowering)
-    source = writer.function(graph, name)
+    source = writer.function(graph, name, later)
     exec(compile(source, f"<shardc {name}>", "exec"), writer.globals)
     run = writer.globals[name]
     run.source = source
@@ -216,19 +233,26 @@ class _Source:
         self.globals: dict[str, Any] = {}
         self.locals: set[str] = set()
 
-    def function(self, graph: fx.Graph, name: str) -> str:
+    def function(self, graph: fx.Graph, name: str, later: Collection[str] | None) -> str:
         self.locals = {n.name for n in graph.nodes}
-        names = [n.name for n in graph.nodes if n.op == "placeholder"]
-        lines = [f"def {name}(args):", f"    [{', '.join(names)}] = args", "    args.clear()"]
+        inputs = graph.find_nodes(op="placeholder")
+        *body, output = (n for n in graph.nodes if n.op != "placeholder")
         last = _last_uses(graph)
-        for node in graph.nodes:
-            if node.op == "output":
-                lines.append(f"    return {_text(node.args[0], self.constant)}")
-            elif node.op == "placeholder":
-                lines += self.dead([node] if not node.users else [])
-            else:
-                lines += self.line(node, last.get(node, []))
-        return "\n".join(lines) + "\n"
+        head = 0 if later is None else _head(body, later)
+
+        def lines(nodes: Sequence[fx.Node]) -> list[str]:
+            return [line for node in nodes for line in self.line(node, last.get(node, []))]
+
+        text = [f"def {name}(args):", *self.taken([n for n in inputs if not later or n.name not in later])]
+        text += lines(body[:head])
+        if later is not None:
+            text += ["    args = yield", *self.taken([n for n in inputs if n.name in later])]
+        text += [*lines(body[head:]), f"    return {_text(output.args[0], self.constant)}"]
+        return "\n".join(text) + "\n"
+
+    def taken(self, inputs: list[fx.Node]) -> list[str]:
+        names = ", ".join(n.name for n in inputs)
+        return [f"    [{names}] = args", "    args.clear()", *self.dead([n for n in inputs if not n.users])]
 
     def line(self, node: fx.Node, dead: list[fx.Node]) -> list[str]:
         """A region's inputs are dropped before the call, everything else after."""
@@ -273,6 +297,17 @@ class _Source:
             if candidate not in self.locals and self.globals.setdefault(candidate, value) is value:
                 return candidate
         raise AssertionError
+
+
+def _head(body: Sequence[fx.Node], later: Collection[str]) -> int:
+    """How many nodes come before the first wait, and the first that needs what comes later or draws random numbers."""
+    return next((i for i, node in enumerate(body) if _stops(node, later)), len(body))
+
+
+def _stops(node: fx.Node, later: Collection[str]) -> bool:
+    inner = node.target.graph.graph.nodes if isinstance(node.target, Region) else [node]
+    needs = any(n.op == "placeholder" and n.name in later for n in node.all_input_nodes)
+    return needs or ops.is_wait(node) or any(map(ops.is_random, inner))
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -74,7 +74,7 @@ def _copying(program: Program) -> float:
     device, computes = next(n.meta["val"].device for n in program.halves[0].nodes), program.topology.computes
     value = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
     taken_us = _median_us(lambda inputs: inputs[0].copy_(value), [torch.zeros_like(value)])
-    return taken_us / (2 * COPIED_BYTES / computes.memory_gb_per_s / computes.efficiency / 1e3)
+    return taken_us / computes.memory_us(2 * COPIED_BYTES)
 
 
 def _calls(graph: fx.Graph, lowering: Lowering, half: str) -> Iterator[fx.Node]:

@@ -222,6 +222,14 @@ class Compiled(nn.Module):
         """Whether the next backwards sync (as in FSDP2)."""
         self._shardc.syncing = requires_gradient_sync
 
+    def prefetch(self) -> None:
+        """Begins the next forward's refresh and first gathers; to be called on all ranks behind `optimizer.step()`,
+        before the next batch is loaded. Without effect before the first forward. What it began is dropped, and moved
+        again, where a parameter is written to before the next forward, or that is of another kind than the last that
+        trained. Call it behind `zero_grad()`, for gradients would need room beside what is gathered, and not behind the
+        last step. Raises `Error` for backend "inductor-whole"."""
+        self._shardc.prefetch()
+
     def refresh(self) -> None:
         """Parameters were changed by hand: the next forward makes new compute copies."""
         self._shardc.mark_stale()

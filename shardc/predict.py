@@ -107,7 +107,7 @@ class Predictor:
                     (weight, predicted(_with_window(programs[depth], window), micro_batches, optimizer_states))
                     for depth, weight in self._weights().items()
                 ]
-                prediction = _sum(found)
+                prediction = line_through(found)
                 if memory_bytes is None or prediction.peak_bytes <= memory_bytes:
                     break
         return prediction
@@ -185,6 +185,20 @@ def _sum(terms: Sequence[tuple[float, Prediction]]) -> Prediction:
     return replace(first, **values)
 
 
+def line_through(found: Sequence[tuple[float, Prediction]]) -> Prediction:
+    """Of captures with weights, the deepest last. It may wait less than the others do; a model with more layers yet is
+    not taken to wait less than that."""
+    line, (_, deepest) = _sum(found), found[-1]
+    busy_us, waits_us = line.compute_us + line.update_us, _waits_us(deepest)
+    if _waits_us(line) >= waits_us:
+        return line
+    return replace(line, step_us=busy_us + waits_us, exposed_us=deepest.exposed_us)
+
+
+def _waits_us(prediction: Prediction) -> float:
+    return prediction.step_us - prediction.compute_us - prediction.update_us
+
+
 def _shared_out(total: float, parts: dict[str, float]) -> dict[str, float]:
     """What is at the peak of one depth may be of another kind than what is at that of the other."""
     return {kind: part * total / sum(parts.values()) for kind, part in parts.items()}
@@ -244,5 +258,4 @@ def _update_us(program: Program, optimizer_states: int) -> float:
         if param.layout.trainable:
             own = prod(param.layout.rung_shape(param.layout.optim)) * param.master_dtype.itemsize
             total += own * (1 + 2 * (1 + optimizer_states))
-    device = program.topology.computes
-    return total / device.memory_gb_per_s / device.efficiency / 1e3
+    return program.topology.computes.memory_us(total)

@@ -299,8 +299,7 @@ class Space:
     def _copies_us(self, row: Factors) -> float:
         """Of uneven rows: in the forward, in the backward, and of gradients; each reads and writes."""
         uneven = sum(n * g.weight_bytes for g, n in self.padded(row.optim) if g.rows % row.optim)
-        device = self.topology.computes
-        return 4 * uneven / device.memory_gb_per_s / device.efficiency / 1e3
+        return self.topology.computes.memory_us(4 * uneven)
 
     def _hops(self, row: Factors, low: int, high: int) -> Iterator[tuple[str, int, int]]:
         """(axis, factor below, factor with it) of each hop between two factors."""
@@ -322,8 +321,7 @@ class Space:
     def update_us(self, row: Factors) -> float:
         """The optimizer reads gradients; masters and its state it reads and writes."""
         total = sum(n * g.master_bytes for g, n in self.padded(row.optim) if g.trainable) / row.optim
-        device = self.topology.computes
-        return total * (1 + 2 * (1 + self.states)) / device.memory_gb_per_s / device.efficiency / 1e3
+        return self.topology.computes.memory_us(total * (1 + 2 * (1 + self.states)))
 
     def rest_bytes(self, row: Factors) -> int:
         """Between a forward and its backward: masters, optimizer state, copies, shards kept for the backward, sums of

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import EllipsisType
@@ -26,6 +26,7 @@ from passes.build import identifiers
 from passes.errors import Error
 from passes.insert import Param
 from shardc import _torch
+from shardc.ahead import Begun
 from shardc.capture import hollow
 from shardc.leaf import Changed, watched
 from shardc.lower import Lowering, Run
@@ -127,6 +128,10 @@ class Runtime:
     syncing: bool = True
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     """what reductions have lost, to be added to the next ones; by placeholder name"""
+    latest: weakref.ref[Step] | None = None
+    """that trained last"""
+    begun: Begun | None = None
+    """the next forward, as far as it has gone ahead"""
     programs: list[Program] = field(default_factory=list)
     replaced: dict[int, weakref.ref[nn.Parameter]] = field(default_factory=dict)
     """the parameters that the model had before it was sharded, by id"""
@@ -144,6 +149,7 @@ class Runtime:
     def mark_stale(self) -> None:
         """The next forward refreshes; until then copies need no room."""
         for name, p in self.params.items():
+            p.changed()
             if p.param.has_copy:
                 p.copy = None
                 self.stale.add(name)
@@ -170,6 +176,19 @@ class Runtime:
         own = {id(p.tensor) for p in self.params.values()}
         if any(id(q) in own for group in optimizer.param_groups for q in group["params"]):
             self.mark_stale()
+
+    def prefetch(self) -> None:
+        """Begins the forward that trained last, of which the next is taken to be another."""
+        step = self.latest() if self.latest else None
+        if step:
+            self.drop_begun()
+            self.notice_updates()
+            self.begun = Begun.of(step)
+
+    def drop_begun(self) -> None:
+        if self.begun:
+            self.begun.drop()
+        self.begun = None
 
     def forget_programs(self) -> None:
         """And the regions that were compiled for them; backwards that are still to come keep theirs."""
@@ -272,7 +291,11 @@ class Step:
     def __call__(self, *flat: Any) -> tuple[Any, ...]:
         captured = self.program.captured
         inputs = [self.params[n].tensor if n in self.params else v for n, v in zip(captured.inputs, flat, strict=True)]
+        if self.runtime.begun and not self.runtime.begun.holds(self):
+            self.runtime.drop_begun()
         self.runtime.notice_updates()
+        if captured.trains:
+            self.runtime.latest = weakref.ref(self)
         with torch.inference_mode(False):  # copies that are made here are read by forwards that train
             outs = _Autograd.apply(self, *inputs) if captured.trains else self.run_forward(inputs)[0]
         for index, value in zip(captured.mutated, outs, strict=False):
@@ -281,10 +304,14 @@ class Step:
 
     def run_forward(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Outputs and saved values."""
-        names = self.program.captured.inputs
-        stale = frozenset(n for n, p in self.params.items() if p.name in self.runtime.stale)
-        args = [self._input(name, value, name in stale) for name, value in zip(names, inputs, strict=True)]
-        run = self._forward(stale)
+        stale, names = self._stale(), self.program.captured.inputs
+        begun, self.runtime.begun = self.runtime.begun, None
+        args = [
+            self._input(name, value, name in stale)
+            for name, value in zip(names, inputs, strict=True)
+            if not (begun and name in self.params)
+        ]
+        run = begun.finish if begun else self.runtime.lowering(self._forward(stale), _name_of(stale))
         with ranks_own_numbers(self.device) if self.draws else nullcontext():
             result = run(args)
         for name, value in (result[2] if stale else {}).items():
@@ -292,16 +319,26 @@ class Step:
             self.runtime.stale.discard(name)
         return result[0], result[1]
 
+    def begin(self) -> Generator[None, list[Any], Any]:
+        """A forward that stops where it needs more than parameters, or has to wait."""
+        stale, names = self._stale(), self.program.captured.inputs
+        later = [name for name in names if name not in self.params]
+        begin = self.runtime.lowering.begin(self._forward(stale), _name_of(stale), later)
+        return begin([self._input(name, None, name in stale) for name in names if name in self.params])
+
+    def _stale(self) -> frozenset[str]:
+        return frozenset(n for n, p in self.params.items() if p.name in self.runtime.stale)
+
     def _input(self, name: str, value: Any, stale: bool) -> Any:
         if name not in self.params:
             return value.detach() if isinstance(value, torch.Tensor) else value
         return self.params[name].shard if stale else self.params[name].at_rest()
 
-    def _forward(self, stale: frozenset[str]) -> Run:
+    def _forward(self, stale: frozenset[str]) -> fx.Graph:
         if stale not in self.forwards:
             names = {self.params[n].name for n in stale}
             self.forwards[stale] = self.program.refreshed(names) if stale else self.program.forward
-        return self.runtime.lowering(self.forwards[stale], "forward_refresh" if stale else "forward")
+        return self.forwards[stale]
 
     def run_backward(self, saved: list[Any], tangents: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Gradients by name, as autograd is to see them; what is not synced stays with the runtime."""
@@ -357,6 +394,10 @@ class Step:
             return p.gradient(grad.to(p.param.master_dtype))
         p.accumulate(grad)
         return None
+
+
+def _name_of(stale: frozenset[str]) -> str:
+    return "forward_refresh" if stale else "forward"
 
 
 class _Autograd(torch.autograd.Function):

@@ -155,9 +155,7 @@ class Merging:
             return True
         at_rest = first.args[0] if first.args[0].op == "placeholder" else None
         copied_bytes = 2 * (_value_bytes(last) + (_value_bytes(at_rest) if at_rest else 0))
-        device = self.topology.computes
-        copied_us = copied_bytes / device.memory_gb_per_s / device.efficiency / 1e3
-        return saved_us * min(1.0, self.load) ** 4 > copied_us
+        return saved_us * min(1.0, self.load) ** 4 > self.topology.computes.memory_us(copied_bytes)
 
 
 PIECES = 4
@@ -190,8 +188,7 @@ def _node_us(node: fx.Node, topology: Topology) -> float:
     if node.op != "call_function" or ops.is_wait(node) or is_view(node):
         return 0.0
     device = topology.computes
-    rate = device.tflops / (1 if _itemsize(node) <= 2 else device.slower_fp32)
-    return max(_flops(node) / rate / 1e6, _traffic_bytes(node) / device.memory_gb_per_s / 1e3) / device.efficiency
+    return max(device.product_us(_flops(node), _itemsize(node)), device.memory_us(_traffic_bytes(node)))
 
 
 _COUNTED_AS = {

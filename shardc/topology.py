@@ -382,7 +382,7 @@ def _topology(pairs: list[tuple[Any, Any]]) -> Topology:
 def _with_saved_links(shape: Topology, saved: Mapping[str, Any]) -> Topology:
     try:
         links = {axis: Link.from_dict(link) for axis, link in zip(shape.axes, saved["links"], strict=True)}
-        device = Device(**saved["device"])
+        device = Device.from_dict(saved["device"])
         flat = {axes: Link.from_dict(link) for axes, link in saved.get("flat", {}).items()}
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise Error(f"the links and the device of a saved topology do not read: {error!r}") from error

@@ -232,6 +232,24 @@ def gradients_cleared_half_way(model: nn.Module) -> list[float]:
 # Forwards and backwards
 
 
+def forwards_begun_ahead(model: nn.Module) -> list[float]:
+    """Some of them for nothing: parameters are written to, another forward comes, the loop begins twice."""
+    prefetch = getattr(model, "prefetch", lambda: None)
+    prefetch()
+    optimizer, seen = adamw(model.parameters()), []
+    for step in (0, 1, 2, 1, 0):
+        seen.append(update(model, optimizer, step))
+        prefetch()
+        if step == 1:
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.9)
+        elif step == 2:
+            seen += evaluation(model, step)
+            prefetch()
+            prefetch()
+    return seen
+
+
 def autocast(model: nn.Module) -> list[float]:
     optimizer = adamw(model.parameters())
     seen = []
@@ -413,6 +431,7 @@ LOOPS: list[Loop] = [
     accumulation_with_a_switch,
     accumulation_of_synced_gradients,
     gradients_cleared_half_way,
+    forwards_begun_ahead,
     autocast,
     evaluation_before_and_between_steps,
     evaluation_in_the_middle_of_an_accumulation,
@@ -430,7 +449,12 @@ LOOPS: list[Loop] = [
 ]
 LASTING: list[Loop] = [hooks_on_parameters, optimizer_in_the_backward]
 """They leave hooks behind."""
-COMPILED: list[Loop] = [gradients_cleared_half_way, evaluation_before_and_between_steps, averaged_model]
+COMPILED: list[Loop] = [
+    gradients_cleared_half_way,
+    forwards_begun_ahead,
+    evaluation_before_and_between_steps,
+    averaged_model,
+]
 """The few that a test runs through Inductor too."""
 
 # Optimizers of torch that take DTensors, form by form. The others say no at their first step: Adafactor, LBFGS, Rprop,

@@ -58,7 +58,12 @@ def test_a_job_measures_its_axes_and_all_ranks_have_the_same_numbers(tmp_path: P
         assert topology.link(axis).gb_per_s > 0
     ((axes, flat),) = topology.flat
     assert axes == "gpu+node" and [sent for sent, _ in flat.tables["all_gather"]] == [3 << 10, 3 << 14, 3 << 18]
-    assert topology.computes.tflops > 0 and topology.computes.memory_gb_per_s > 0
+    device = topology.computes
+    assert device.tflops > 0 and device.memory_gb_per_s > 0
+    assert set(device.tables) == {"products16", "products32", "memory"}
+    largest = 2 * 1024**3
+    assert device.product_us(largest, 2) == pytest.approx(largest / device.tflops / 1e6)
+    assert device.product_us(largest, 4) == pytest.approx(largest / device.tflops / 1e6 * device.slower_fp32)
     assert "GB/s a rank" in summary(topology)
 
 

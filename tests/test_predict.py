@@ -8,7 +8,7 @@ from torch import nn
 
 import shardc
 from shardc.links import Device, Link
-from shardc.predict import Predictor, predicted
+from shardc.predict import Prediction, Predictor, line_through, predicted
 from shardc.stacks import shortened, stacks
 from shardc.times import busy_us, load_of
 from shardc.topology import Topology
@@ -132,6 +132,19 @@ def test_less_is_gathered_ahead_where_memory_is_short(predictor: Predictor) -> N
     tight = predictor(plan, memory_bytes=int(free.peak_bytes) - 1)
     assert tight.peak_bytes < free.peak_bytes
     assert tight.step_us >= free.step_us
+
+
+def of_layers(compute_us: float, waits_us: float) -> Prediction:
+    plan, waits = shardc.Plan.zero3(TOPOLOGY), {("reduce", "gpu"): waits_us}
+    return Prediction(plan, compute_us + waits_us + 5.0, compute_us, 5.0, {}, {}, waits, 100.0, {"activations": 100.0})
+
+
+def test_waits_go_on_as_they_grow_but_do_not_shrink() -> None:
+    growing = line_through([(-9.0, of_layers(60, 2)), (10.0, of_layers(90, 3))])
+    assert (growing.compute_us, growing.step_us) == (360, 360 + 12 + 5)
+    shrinking = line_through([(-9.0, of_layers(60, 12)), (10.0, of_layers(90, 4))])
+    assert (shrinking.compute_us, shrinking.step_us) == (360, 360 + 4 + 5)
+    assert shrinking.exposed_us == {("reduce", "gpu"): 4}
 
 
 def test_what_pays_for_a_bucket_is_decided_by_the_load_of_the_whole_model(predictor: Predictor) -> None:

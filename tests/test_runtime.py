@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardc
+from shardc.lanes import Flying
 from training import error
 from world import run
 
@@ -215,6 +216,75 @@ def change_local_tensors() -> None:
 
 def test_refresh_tells_of_changes_that_nothing_else_shows() -> None:
     run(change_local_tensors, 4)
+
+
+# Forwards that are begun ahead
+
+
+def flying(pair: Pair) -> set[str]:
+    """Purposes of hops that are under way before the forward is called."""
+    begun = pair.model._shardc.begun
+    values = begun.running.gi_frame.f_locals.values() if begun else []
+    return {value.hop.purpose for value in values if isinstance(value, Flying)}
+
+
+def begin_ahead() -> None:
+    pair = Pair(plan())
+    optimizers = pair.optimizers()
+    pair.model.prefetch()
+    assert not flying(pair), "there was no forward yet"
+    for _ in range(3):
+        pair.micro_batch()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.model.prefetch()
+        assert "refresh" in flying(pair)
+    begun = pair.model._shardc.begun
+    pair.micro_batch()
+    assert begun.running.gi_frame is None, "the forward went on with it"
+    pair.check_grads()
+
+
+def test_a_forward_is_begun_before_its_batch_is_there() -> None:
+    run(begin_ahead, 4)
+
+
+def change_what_was_begun_with() -> None:
+    pair = Pair(plan())
+    pair.micro_batch()
+    for change in (lambda p: p.mul_(2), lambda p: torch._foreach_mul_([p], 0.5), lambda p: p.data.add_(1)):
+        pair.model.prefetch()
+        begun = pair.model._shardc.begun
+        with torch.no_grad():
+            for model in pair.both:
+                change(next(model.parameters()))
+        pair.micro_batch()
+        assert begun.running.gi_frame is None and pair.model._shardc.begun is None
+    pair.model.prefetch()
+    for p in pair.model.parameters():
+        p._local_tensor.mul_(2)
+    with torch.no_grad():
+        for q in pair.reference.parameters():
+            q.mul_(2)
+    pair.model.refresh()
+    pair.micro_batch()
+
+
+def test_what_was_begun_does_not_count_when_a_parameter_has_changed() -> None:
+    run(change_what_was_begun_with, 4)
+
+
+def begin_whole() -> None:
+    model = shardc.compile(Model(), plan(), backend="inductor-whole", progress=lambda line: None)
+    loss_of(model, data(0, 0)).backward()
+    with pytest.raises(shardc.Error, match="cannot be begun ahead(.|\n)*backend='inductor'"):
+        model.prefetch()
+
+
+@pytest.mark.slow
+def test_a_forward_that_is_compiled_as_a_whole_cannot_be_begun() -> None:
+    run(begin_whole, 4)
 
 
 # Micro-batches

@@ -61,6 +61,14 @@ def test_a_link_that_cannot_be_is_refused() -> None:
         Link(0, 1.0)
 
 
+def test_of_a_device_too() -> None:
+    device = replace(DEVICE, tables={"products32": ((10**6, 10.0), (10**9, 1000.0)), "memory": ((4096, 1.0),)})
+    assert [device.product_us(n, 4) for n in (0, 10, 10**6, 2 * 10**9)] == [0.0, 10.0, 10.0, 2000.0]
+    assert device.product_us(10**9, 2) == 1000.0, "16-bit products were not measured"
+    assert [device.memory_us(n) for n in (0, 1, 8192)] == [0.0, 1.0, 2.0]
+    assert Device.from_dict(device.to_dict()) == device
+
+
 # Topologies
 
 
