@@ -10,7 +10,6 @@ which all ranks make at the same time.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -47,8 +46,8 @@ def calibrate(
     """The topology of the running job with measured links and device; the same on all ranks, which call it together.
 
     topology: its shape (default: from the launcher). sizes: bytes of the full values that are moved. out: a JSON file
-    that `Topology.from_dict(json.load(file))` reads, written by rank 0. Raises `Error` without a process group, and
-    where the job is not of that shape.
+    that `Topology.load` reads, written by rank 0. Raises `Error` without a process group, and where the job is not of
+    that shape.
     """
     topology = Topology.from_torchrun() if topology is None else topology
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in _backend() else torch.device("cpu")
@@ -63,7 +62,7 @@ def calibrate(
         flat[axes] = fitted({kind: _table(kind, group, size, sizes, device, progress) for kind in KINDS}, size)
     measured = _of_rank_0(topology.with_links(measured_device(device, progress), **links).with_flat(flat))
     if out is not None and dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(measured.to_dict(), indent=2) + "\n", encoding="utf-8")
+        measured.save(out)
     return measured
 
 

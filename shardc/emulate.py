@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from passes.errors import Error
+from shardc.lanes import LISTENERS
 from shardc.times import collective_us
 from shardc.topology import Topology
 
@@ -92,6 +93,11 @@ class World:
             self.known_s[collective] = collective_us(self.topology, *collective) / 1e6
         return self.known_s[collective]
 
+    def stood(self, seconds: float) -> None:
+        """A thread stood still in a wait."""
+        if threading.get_ident() == self.thread:
+            self.exposed_s += seconds
+
     def woke(self, due_s: float) -> None:
         """A wait is over that should have been at `due_s`: other threads may have kept Python from going on."""
         self.awake.at_s = time.perf_counter()
@@ -118,9 +124,11 @@ def emulate(topology: Topology, device: str = "cpu") -> Iterator[World]:
     backend = f"emulated_{device}"
     dist.Backend.register_backend(backend, partial(_group, world), extended_api=True, devices=[device])
     dist.init_process_group(backend, store=world.store, rank=0, world_size=topology.world)
+    LISTENERS.append(world.stood)
     try:
         yield world
     finally:
+        LISTENERS.remove(world.stood)
         dist.destroy_process_group()
         for queue in world.queues:
             queue.put(None)
@@ -205,8 +213,7 @@ class _Work(dist._Work):
             raise self.error
         if (left_s := self._end_s - time.perf_counter()) > 0:
             time.sleep(left_s)
-        if threading.get_ident() == self.world.thread:
-            self.world.exposed_s += time.perf_counter() - began_s
+        self.world.stood(time.perf_counter() - began_s)
         self.world.woke(max(began_s, self._end_s))
         return True
 

@@ -12,6 +12,7 @@ hops of the lane queue up.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -22,6 +23,9 @@ import torch.distributed as dist
 from passes import ops
 from shardc import _torch
 from shardc.failures import failed
+
+LISTENERS: list[Callable[[float], None]] = []
+"""They are told for how many seconds a thread stood still until a hop was issued, which no process group sees."""
 
 
 class Flying:
@@ -53,8 +57,11 @@ class Flying:
 
     def come(self) -> None:
         """Returns when it has; on a GPU, what follows on the current stream waits for it. Raises as `wait` does."""
-        if self.issued:
+        if self.issued and not self.issued.is_set():
+            began_s = time.perf_counter()
             self.issued.wait()
+            for tell in LISTENERS:
+                tell(time.perf_counter() - began_s)
         if self.error:
             raise self.error
         self._named(self.work.wait)  # type: ignore[union-attr]

@@ -124,7 +124,7 @@ def _ids(options: argparse.Namespace) -> Tensor:
 
 def topology_of(name: str, nodes: int) -> Topology:
     if name.endswith(".json"):
-        return Topology.from_dict(_json(name, "a topology"))
+        return Topology.load(name)
     return Topology.preset(name, nodes=nodes)
 
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate, pairwise, product
 from math import inf
 from operator import mul
@@ -148,6 +148,7 @@ class Space:
         self.exchanged = exchanged(topology)
         self.up, self.down, self.whole = cache(self._up), cache(self._down), cache(self._whole)
         self.padded = cache(self._padded)
+        self.calls = lru_cache(1)(self._calls)
 
     def plan(self, row: Factors, wiring: Wiring) -> Plan:
         """Raises `Error` for a wire over what is all-reduced."""
@@ -248,22 +249,25 @@ class Space:
 
     def signature(self, row: Factors, wiring: Wiring) -> tuple[float, ...]:
         """What each call moves: where it is the same, so is the schedule, but for the hops of a split axis."""
-        return tuple(round(us, 3) for call in self._calls(row, wiring) for us in call.lanes_us)
+        return tuple(round(us, 3) for call in self.calls(row, wiring) for us in call.lanes_us)
 
     # What follows
 
-    def _calls(self, row: Factors, wiring: Wiring) -> Iterator[Call]:
+    def _calls(self, row: Factors, wiring: Wiring) -> list[Call]:
         """Of a step: the first forward refreshes, the last backward syncs."""
         refresh, gather, again, reduce, sync = self._once(row, wiring).values()
         params, after_forward, grads, optim = row
         forward, backward, others = self.facts.forward_us, self.facts.backward_us, self.micro_batches - 1
         first, last = partial(self._first, row, wiring), partial(self._last, row, wiring)
         gathers, reduces = (1, params), ((1, after_forward), (1, grads))
-        yield Call(1, forward, _sum(refresh, gather), first(optim), optim, ((params, optim), gathers))
-        yield Call(1, backward, _sum(again, reduce, sync), last(self.topology.world), optim, (*reduces, (grads, optim)))
+        found = [
+            Call(1, forward, _sum(refresh, gather), first(optim), optim, ((params, optim), gathers)),
+            Call(1, backward, _sum(again, reduce, sync), last(self.topology.world), optim, (*reduces, (grads, optim))),
+        ]
         if others:
-            yield Call(others, forward, gather, first(params), params, (gathers,))
-            yield Call(others, backward, _sum(again, reduce), last(grads), grads, reduces)
+            found.append(Call(others, forward, gather, first(params), params, (gathers,)))
+            found.append(Call(others, backward, _sum(again, reduce), last(grads), grads, reduces))
+        return found
 
     def _first(self, row: Factors, wiring: Wiring, high: int) -> tuple[float, ...]:
         return self.up("first", 1, high, row.optim, wiring[:2])
@@ -274,13 +278,13 @@ class Space:
 
     def bound_us(self, row: Factors, wiring: Wiring) -> float:
         """No schedule of a step is faster."""
-        calls = self._calls(row, wiring)
+        calls = self.calls(row, wiring)
         return self.update_us(row) + sum(c.times * max(c.compute_us + max(c.end_us), *c.lanes_us) for c in calls)
 
     def estimate_us(self, row: Factors, wiring: Wiring) -> float:
         """What a schedule is likely to take: with the latencies of hops, and copies of rows that are padded."""
         copies_us, total = self._copies_us(row) / 2, self.update_us(row)
-        for call in self._calls(row, wiring):
+        for call in self.calls(row, wiring):
             computes_us = call.compute_us + copies_us + self._in_pieces_us(row, call.reach, call.end_us)
             total += call.times * max(computes_us, *_sum(call.lanes_us, self._latencies_us(row, call.between)))
         return total

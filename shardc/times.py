@@ -83,14 +83,14 @@ def flat_pays(starts: Sequence[fx.Node], topology: Topology) -> bool:
 
 
 def is_faster_flat(topology: Topology, kind: str, sizes: Mapping[str, int], full_bytes: int) -> bool:
-    """Of a value of so many bytes (for an all-reduce twice as many), gathered or reduced over axes of these sizes. One
-    after the other hops take their sum; while other hops run on the other lanes, the longest of them."""
+    """Of a value of so many bytes, gathered or reduced over axes of these sizes. One after the other hops take their
+    sum; while other hops run on the other lanes, the longest of them."""
     hops_us, pieces = [], 1
     inner_first = [axis for axis, _ in topology.inner if axis in sizes]
     for axis in inner_first:
         sent_bytes = full_bytes / pieces * (sizes[axis] - 1) / sizes[axis]
         hops_us.append(collective_us(topology, kind, axis, sent_bytes, sizes[axis]))
-        pieces *= 1 if kind == "all_reduce" else sizes[axis]
+        pieces *= sizes[axis]
     ranks = prod(sizes.values())
     flat_us = collective_us(topology, kind, "+".join(inner_first), full_bytes * (ranks - 1) / ranks, ranks)
     return flat_us < (sum(hops_us) + max(hops_us)) / 2

@@ -6,6 +6,7 @@ A rung is a number of inner axes (`passes.layout`); here it gets its names, "gpu
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +15,7 @@ from difflib import get_close_matches
 from itertools import accumulate, combinations, pairwise
 from math import prod
 from operator import mul
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -270,6 +272,24 @@ class Topology:
             raise Error(f"a topology's axes and sizes are lists of one length, not {axes!r} and {sizes!r}")
         shape = _topology(list(zip(axes, sizes, strict=True)))
         return _with_saved_links(shape, saved) if len(saved) > 2 else shape
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the topology to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Topology:
+        """Read a topology that `save` or `shardc.calibrate` wrote. Raises `Error` with the path and what is wrong where
+        it is none."""
+        name, remedy = os.fspath(path), "Topology.save writes such a file, and so does `python -m shardc calibrate`."
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise Error(f"{name} cannot be read: {error.strerror}", fix=f"Check the path. {remedy}") from error
+        except ValueError as error:
+            raise Error(f"{name} is no topology: it is no JSON ({error})", fix=remedy) from error
+        except Error as error:
+            raise Error(f"{name} is no topology: {error.what}", where=error.where, fix=error.fix or remedy) from error
 
     @classmethod
     def from_torchrun(cls, environ: Mapping[str, str] | None = None) -> Topology:

@@ -19,6 +19,7 @@ import shardc
 from passes import ops
 from passes.errors import Error
 from shardc.cost import by_axis, step_bytes
+from shardc.lanes import Lane
 from shardc.links import Device, Link
 from shardc.times import collective_us
 
@@ -99,6 +100,19 @@ def test_a_thread_that_hands_a_result_on_is_not_late_because_python_was_busy() -
         thread.join()
         first, second = world.collectives
     assert second.begin_s == pytest.approx(first.end_s, abs=0.01)
+
+
+def test_compute_stands_still_for_a_hop_that_is_yet_to_be_issued() -> None:
+    with shardc.emulate(WORLD) as world:
+        mesh = WORLD.mesh("cpu")
+        lanes = {axis: Lane(mesh.get_group(axis).group_name) for axis in ("node", "gpu")}
+        hops = {axis: ops.Hop("all_gather", axis, n, "gather", ("w",), False) for axis, n in (("node", 8), ("gpu", 4))}
+        world.clear()
+        first = lanes["node"].start(hops["node"], torch.ones(1 << 17))
+        relayed = lanes["gpu"].start(hops["gpu"], first)
+        relayed.wait()
+        took_s = [it.end_s - it.begin_s for it in world.collectives]
+        assert len(took_s) == 2 and world.exposed_s > 0.9 * sum(took_s)
 
 
 def test_a_flat_collective_takes_a_place_on_all_of_its_axes() -> None:

@@ -105,27 +105,6 @@ def test_what_is_used_in_between_or_is_another_move_stays() -> None:
     assert fused(synced).count("reduce_scatter(") == 2
 
 
-def test_sums_over_all_axes_need_no_order() -> None:
-    text = """\
-def backward(g: f32[8, 4]):
-    a: f32[8, 4] = all_reduce(g, 'gpu', 2, params=['w'])
-    b: f32[8, 4] = wait(a)
-    c: f32[8, 4] = all_reduce(b, 'node', 2, params=['w'])
-    d: f32[8, 4] = wait(c)
-    return {'w': d}
-"""
-    assert_expected_inline(
-        to_text(fuse(parse(text)), "backward"),
-        """\
-def backward(g: f32[8, 4]):
-    ''
-    all_reduce: f32[8, 4] = all_reduce(g, 'gpu+node', 4, params=['w'])
-    wait: f32[8, 4] = wait(all_reduce)
-    return {'w': wait}
-""",
-    )
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -169,6 +169,33 @@ def test_a_dict_that_is_no_topology_says_why(saved, wrong):
 SLURM = {"SLURM_NTASKS": "8"}
 
 
+def test_a_topology_is_saved_with_its_links_and_loaded(tmp_path):
+    topology = Topology.preset("dgx-h100", nodes=2)
+    topology.save(tmp_path / "topology.json")
+    assert Topology.load(tmp_path / "topology.json") == topology
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("{", "is no topology: it is no JSON"),
+        ("[]", "is no topology: a topology is saved as"),
+        ('{"axes": ["gpu"], "sizes": [2], "links": [{"gb_per_s": 1}]}', "is no topology: the links and the device"),
+        (b"\xff\xfe", "is no topology: it is no JSON"),
+    ],
+)
+def test_a_file_that_is_no_topology_is_named_with_the_reason(tmp_path, text, wrong):
+    path = tmp_path / "links.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(Error, match=rf"links\.json {wrong}(.|\n)*fix: "):
+        Topology.load(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(Error, match=r"links\.json cannot be read: No such file(.|\n)*calibrate"):
+        Topology.load(tmp_path / "links.json")
+
+
 @pytest.mark.parametrize(
     ("environ", "sizes"),
     [
