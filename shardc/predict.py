@@ -32,8 +32,9 @@ from shardc.timeline import COMPUTE, Event
 from shardc.times import busy_us, load_of
 from shardc.trace import trace
 
-DEPTHS = (6, 9)
-"""Layers that a stack is captured with, at least."""
+DEPTHS = (8, 11)
+"""Layers that a stack is captured with, at least: what is gathered ahead, four layers of large ones, and what the ends
+of a stack have of their own, has to be there in both."""
 ALIKE = 3
 """Micro-batches that are simulated: the first, the last, and one for all between."""
 WINDOWS = (1.0, 0.25, 0.0)
