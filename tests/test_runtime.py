@@ -202,15 +202,20 @@ def test_forward_sees_what_load_state_dict_loaded() -> None:
     run(load_other_values, 4)
 
 
-def change_local_tensors() -> None:
-    pair = Pair(plan())
-    pair.check_outputs()
+def double_unseen(pair: Pair) -> None:
+    """In local tensors, of which the model has to be told."""
     for p in pair.model.parameters():
         p._local_tensor.mul_(2)
     with torch.no_grad():
         for q in pair.reference.parameters():
             q.mul_(2)
     pair.model.refresh()
+
+
+def change_local_tensors() -> None:
+    pair = Pair(plan())
+    pair.check_outputs()
+    double_unseen(pair)
     pair.check_outputs()
 
 
@@ -262,12 +267,7 @@ def change_what_was_begun_with() -> None:
         pair.micro_batch()
         assert begun.running.gi_frame is None and pair.model._shardc.begun is None
     pair.model.prefetch()
-    for p in pair.model.parameters():
-        p._local_tensor.mul_(2)
-    with torch.no_grad():
-        for q in pair.reference.parameters():
-            q.mul_(2)
-    pair.model.refresh()
+    double_unseen(pair)
     pair.micro_batch()
 
 
