@@ -30,12 +30,12 @@ becomes
 
 Compute keeps its order. A stretch of it is a repeated block, or the part of one from where a gather is first needed, or
 up to where a reduce is fed, to the next such place; hops go between stretches. There a lane that will be idle during
-the next stretch gets its next hop: a gather that is urgent, else a reduce (which frees memory; not a long one right
-before a gather that compute would have to wait for), else the gather that is needed next, as long as what is gathered
-ahead fits a window of bytes. A gather is waited for right before the stretch that needs it, everything else at the
-first border behind its end; where the window is given, compute does not go on while more gradients than it holds wait
-for their reduces. Which of several gathers or reduces goes first is a rule; all `RULES` are tried, and the
-order that ends first is taken.
+the next stretch, or would be if that took a little longer (`MARGIN`), gets its next hop: a gather that is urgent, else
+a reduce (which frees memory; not a long one right before a gather that compute would have to wait for), else the gather
+that is needed next, as long as what is gathered ahead fits a window of bytes. A gather is waited for right before the
+stretch that needs it, everything else at the first border behind its end; where the window is given, compute does not
+go on while more gradients than it holds wait for their reduces. Which of several gathers or reduces goes first is a
+rule; all `RULES` are tried, and the order that ends first is taken.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ LanesOf = Callable[[str], Sequence[str]]
 def axes_of(axis: str) -> Sequence[str]:
     """A lane an axis."""
     return axis.split("+")
+
+
+MARGIN = 0.25
+"""By so much of its time a stretch may take longer than it should before a lane is idle for want of a hop."""
 
 
 def schedule(
@@ -428,7 +432,7 @@ class Lanes:
         end_us = self._end_us(i, near)
         fitting = self._fitting(i, near)
         soon = [f for f in near if self._is_able(f) and (f.due <= i or not f.climbs or _goes_on(f) or f in fitting)]
-        able = [f for f in soon if self._begin_us(f) < end_us]
+        able = [f for f in soon if self._begin_us(f) < end_us + MARGIN * self._takes_us(i)]
         able = [f for f in able if f.climbs or not any(self._yields(f, to, i) for to in soon if to.climbs)]
         if self.rules.patient:
             able = [f for f in able if f.climbs or not self._held_back(f, i, end_us)]
@@ -507,6 +511,9 @@ class Lanes:
                 room[flight.axis, flight.climbs] -= 1
                 found.append(flight)
         return found
+
+    def _takes_us(self, i: int) -> float:
+        return self.takes_us[i] if i < len(self.stretches) else 0.0
 
     def _end_us(self, i: int, near: Sequence[Flight]) -> float:
         """When stretch `i` ends, as far as can be told."""

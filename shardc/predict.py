@@ -24,7 +24,7 @@ from shardc.compile import paused_gc, planned
 from shardc.footprint import footprint
 from shardc.model import named, params_of
 from shardc.plan import Plan
-from shardc.program import Program
+from shardc.program import WINDOWS, Program, Variant
 from shardc.runner import Runner
 from shardc.simulate import calls_of, clocked
 from shardc.stacks import shortened, stacks
@@ -37,8 +37,6 @@ DEPTHS = (8, 11)
 of a stack have of their own, has to be there in both."""
 ALIKE = 3
 """Micro-batches that are simulated: the first, the last, and one for all between."""
-WINDOWS = (1.0, 0.25, 0.0)
-"""Those of `shardc.program` that are tried."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,8 @@ def _busy_us(program: Program, half: str) -> dict[str, float]:
 
 
 def _with_window(program: Program, window: float) -> Program:
-    return replace(program, window=window, made={}, orders=Orders())
+    windows = dict.fromkeys((Variant("forward"), Variant("backward")), window)
+    return replace(program, windows=windows, made={}, orders=Orders())
 
 
 def _sum(terms: Sequence[tuple[float, Prediction]]) -> Prediction:

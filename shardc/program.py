@@ -88,10 +88,8 @@ class Program:
     library: str = ""
     """what moves bytes, where that is known ("gloo")"""
     made: dict[Variant, fx.Graph] = field(default_factory=dict)
-    window: float = 1.0
-    """of what the schedule would like to gather ahead, the part that it may"""
     windows: dict[Variant, float] = field(default_factory=dict)
-    """the same of single calls, where memory is limited"""
+    """of what the schedule of a call would like to gather ahead, the part that it may, where memory is limited"""
     unfit: dict[Variant, Footprint] = field(default_factory=dict)
     """calls that need more memory than there is, of steps of several micro-batches"""
     pace: dict[str, Pace] = field(default_factory=dict)
@@ -225,7 +223,7 @@ class Program:
 
     def _window(self, variant: Variant) -> float:
         alike = [window for other, window in self.windows.items() if other.half == variant.half]
-        return self.windows.get(variant, min(alike, default=self.window))
+        return self.windows.get(variant, min(alike, default=1.0))
 
     def _bucketed(self, graph: fx.Graph, half: str, order: Order | None = None) -> fx.Graph:
         if not self.topology.links:

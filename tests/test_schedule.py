@@ -206,6 +206,11 @@ def test_a_lane_that_would_be_idle_gets_the_next_gather() -> None:
     assert found == "y a0 a1 f0 y0 a2 f1 y1 a3 f2 y2 a4 f3 y3 f4 y4"
 
 
+def test_a_lane_would_not_be_idle_if_a_block_took_a_little_longer() -> None:
+    found = events(schedule(parse(FORWARD), takes(a=1, y=1), window_bytes=3 * FULL_BYTES))
+    assert found == "y a0 a1 a2 f0 y0 a3 f1 y1 a4 f2 y2 f3 y3 f4 y4"
+
+
 def test_short_gathers_go_as_far_ahead_as_the_window_lets_them() -> None:
     found = events(schedule(parse(FORWARD), takes(a=0.1, y=1), window_bytes=3 * FULL_BYTES))
     assert found == "y a0 a1 a2 a3 f0 y0 a4 f1 y1 f2 y2 f3 y3 f4 y4"
@@ -317,7 +322,7 @@ def backward(v: f32[1, 4], t: f32[4, 4]):
     return {'w2': s2, 'v': g0}
 """
     found = events(schedule(parse(text), takes(g=4, b=5, r=10, a=2, y=1)))
-    assert found == "b0 g2 y1 a0 r2 f0 g0 s2"
+    assert found == "b0 g2 a0 y1 r2 f0 g0 s2"
     found = events(schedule(parse(text), takes(g=4, b=5, r=1, a=2, y=1)))
     assert found == "b0 g2 r2 y1 s2 a0 f0 g0"
 
