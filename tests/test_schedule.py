@@ -324,7 +324,7 @@ def backward(v: f32[1, 4], t: f32[4, 4]):
     found = events(schedule(parse(text), takes(g=4, b=5, r=10, a=2, y=1)))
     assert found == "b0 g2 a0 y1 r2 f0 g0 s2"
     found = events(schedule(parse(text), takes(g=4, b=5, r=1, a=2, y=1)))
-    assert found == "b0 g2 r2 y1 s2 a0 f0 g0"
+    assert found == "b0 g2 r2 a0 y1 s2 f0 g0"
 
 
 @pytest.mark.parametrize("us", [0.1, 1.0, 3.0])
