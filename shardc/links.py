@@ -4,7 +4,9 @@ A link is an axis as one rank sees it while all the others use theirs. The eight
 network have 50 GB/s each on the axis `node`, for each of them takes part in a group of its own.
 
 The rates of the presets are those of their sources; latencies, efficiency and how much slower 32-bit products are, are
-estimates. Measured tables take their place where there are any.
+estimates. Measured tables take their place where there are any. Collectives are rings, but for all-reduces of NCCL and
+RCCL between hosts: these go along two trees, at full bandwidth and in a number of steps that grows with the logarithm
+of the hosts (Sanders, Speck and Traeff, 2009).
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ class Link:
     gb_per_s: float
     """1e9 bytes a second that one rank sends, in one direction"""
     latency_us: float
-    """of one step of a ring"""
+    """of one step of a ring or a tree"""
     tables: Mapping[str, Table] = field(default_factory=dict, hash=False)
     """by kind of collective; where there is one, it counts and the two numbers do not"""
     lane: str = ""
     """what links with the same lane share, one collective at a time: the parts of an axis that was split have one"""
+    trees: bool = False
+    """all-reduces go up a tree and down again, where these are fewer steps than twice around a ring"""
 
     def __post_init__(self) -> None:
         if not (self.gb_per_s > 0 and self.latency_us >= 0):
@@ -45,7 +49,14 @@ class Link:
         """Of one collective of a group of `size` ranks in which each sends `sent_bytes`."""
         if kind in self.tables:
             return _interpolated(self.tables[kind], sent_bytes)
-        return ring_steps(kind, size) * self.latency_us + self.sent_us(kind, sent_bytes)
+        return self.steps_us(kind, size) + self.sent_us(kind, sent_bytes)
+
+    def steps_us(self, kind: str, size: int) -> float:
+        """Of one collective, what does not depend on bytes."""
+        steps = ring_steps(kind, size)
+        if self.trees and kind == "all_reduce":
+            steps = min(steps, 2 * (size - 1).bit_length())
+        return steps * self.latency_us
 
     def sent_us(self, kind: str, sent_bytes: float) -> float:
         """Of bytes that are a part of as large a collective as one likes: what they take at the best."""
@@ -55,11 +66,13 @@ class Link:
 
     def to_dict(self) -> dict[str, Any]:
         saved: dict[str, Any] = {"gb_per_s": self.gb_per_s, "latency_us": self.latency_us}
-        return saved | _saved(self.tables) | ({"lane": self.lane} if self.lane else {})
+        more = {"lane": self.lane, "trees": self.trees}
+        return saved | _saved(self.tables) | {name: value for name, value in more.items() if value}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Link:
-        return cls(float(saved["gb_per_s"]), float(saved["latency_us"]), _read(saved), saved.get("lane", ""))
+        more = {name: saved[name] for name in ("lane", "trees") if name in saved}
+        return cls(float(saved["gb_per_s"]), float(saved["latency_us"]), _read(saved), **more)
 
 
 @dataclass(frozen=True)
@@ -156,38 +169,38 @@ V100 = Device("V100-SXM3 32GB", 125, 900, 32, slower_fp32=8.0)
 
 MACHINES: dict[str, Machine] = {
     "dgx-a100": Machine(
-        (("gpu", 8),), (("node", Link(25.0, 12.0)), ("gpu", Link(300.0, 4.0))), A100,
+        (("gpu", 8),), (("node", Link(25.0, 12.0, trees=True)), ("gpu", Link(300.0, 4.0))), A100,
         "NVIDIA DGX A100 datasheet: NVLink 600 GB/s both ways, 8 x HDR 200 Gb/s InfiniBand a host; A100 datasheet",
     ),
     "dgx-h100": Machine(
-        (("gpu", 8),), (("node", Link(50.0, 12.0)), ("gpu", Link(450.0, 4.0))), H100,
+        (("gpu", 8),), (("node", Link(50.0, 12.0, trees=True)), ("gpu", Link(450.0, 4.0))), H100,
         "NVIDIA DGX H100 datasheet: NVLink 900 GB/s both ways, 8 x NDR 400 Gb/s InfiniBand a host; H100 datasheet",
     ),
     "dgx-h200": Machine(
-        (("gpu", 8),), (("node", Link(50.0, 12.0)), ("gpu", Link(450.0, 4.0))),
+        (("gpu", 8),), (("node", Link(50.0, 12.0, trees=True)), ("gpu", Link(450.0, 4.0))),
         Device("H200-SXM", 989, 4800, 141, slower_fp32=2.0),
         "NVIDIA DGX H200 datasheet: as DGX H100; H200 datasheet: 141 GB at 4.8 TB/s",
     ),
     "a800": Machine(
-        (("gpu", 8),), (("node", Link(12.5, 12.0)), ("gpu", Link(200.0, 4.0))), A100,
+        (("gpu", 8),), (("node", Link(12.5, 12.0, trees=True)), ("gpu", Link(200.0, 4.0))), A100,
         "AMSP (arXiv 2311.00257): NVLink 400 GB/s both ways, 4 x HDR InfiniBand = 800 Gb/s a host",
     ),
     "dgx2-100g": Machine(
-        (("gpu", 16),), (("node", Link(0.78, 15.0)), ("gpu", Link(150.0, 5.0))), V100,
+        (("gpu", 16),), (("node", Link(0.78, 15.0, trees=True)), ("gpu", Link(150.0, 5.0))), V100,
         "NVIDIA DGX-2 datasheet: NVSwitch 300 GB/s both ways; 100 Gb/s a host",
     ),
     "dgx2-400g": Machine(
-        (("gpu", 16),), (("node", Link(3.125, 15.0)), ("gpu", Link(150.0, 5.0))), V100,
+        (("gpu", 16),), (("node", Link(3.125, 15.0, trees=True)), ("gpu", Link(150.0, 5.0))), V100,
         "ZeRO++ (arXiv 2306.10209): hosts of 16 V100, 400 Gb/s InfiniBand a host",
     ),
     "frontier": Machine(
         (("gpu", 4), ("gcd", 2)),
-        (("node", Link(12.5, 15.0)), ("gpu", Link(50.0, 8.0)), ("gcd", Link(200.0, 6.0))),
+        (("node", Link(12.5, 15.0, trees=True)), ("gpu", Link(50.0, 8.0)), ("gcd", Link(200.0, 6.0))),
         Device("MI250X GCD", 191.5, 1638, 64, slower_fp32=4.0),
         "Frontier (arXiv 2501.04266): 200 GB/s in a package, 50 to 100 GB/s between packages, 4 x 25 GB/s a host",
     ),
     "ethernet": Machine(
-        (("gpu", 8),), (("node", Link(1.25 / 8, 50.0)), ("gpu", Link(20.0, 8.0))), A100,
+        (("gpu", 8),), (("node", Link(1.25 / 8, 50.0, trees=True)), ("gpu", Link(20.0, 8.0))), A100,
         "a host with 10 Gb/s Ethernet and GPUs on PCIe 4.0 x16",
     ),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from passes import ops
 from passes.regions import is_view
 from passes.text import value_of
-from shardc.links import Link, ring_steps
+from shardc.links import Link
 from shardc.topology import Topology
 
 Times = Mapping[fx.Node, float]
@@ -49,7 +49,7 @@ def collective_us(topology: Topology, kind: str, axis: str, sent_bytes: float, s
     links = [known] if known else [topology.link(name) for name in axis.split("+")]
     if len(links) == 1:
         return links[0].us(kind, sent_bytes, size)
-    return _flat_us(topology, axis, sent_bytes) + ring_steps(kind, size) * max(it.latency_us for it in links)
+    return _flat_us(topology, axis, sent_bytes) + max(links, key=lambda it: it.latency_us).steps_us(kind, size)
 
 
 BY_EXCHANGE = ("gloo",)

@@ -13,7 +13,7 @@ import shardc
 from passes import ops
 from passes.parse import parse
 from shardc.links import MACHINES, Device, Link
-from shardc.times import hop_us, times_us
+from shardc.times import collective_us, hop_us, times_us
 from shardc.topology import Topology
 
 DEVICE = Device("even", tflops=1.0, memory_gb_per_s=1.0, memory_gb=1.0, efficiency=1.0, slower_fp32=2.0)
@@ -34,6 +34,16 @@ def test_a_ring_takes_a_latency_a_step_and_the_bytes_that_a_rank_sends() -> None
     assert starts("a = all_gather(w, 'node', 2, params=['w'])") == [5.0 + kilobytes]
     assert starts("a = reduce_scatter(v, 'gpu', 4, params=['v'])") == [3 * 1.0 + 0.75 * 8.0 / 10]
     assert starts("a = all_reduce(v, 'node', 2, params=['v'])") == [2 * 5.0 + 8.0]
+
+
+def test_all_reduces_between_hosts_of_gpus_go_along_trees_and_nothing_else_does() -> None:
+    link = Link(1.0, 10.0, trees=True)
+    assert [link.us("all_reduce", 0.0, size) for size in (1, 2, 3, 8, 128)] == [0.0, 20.0, 40.0, 60.0, 140.0]
+    assert link.us("all_gather", 0.0, 128) == link.us("reduce_scatter", 0.0, 128) == 1270.0
+    assert Link.from_dict(link.to_dict()) == link
+    flat = replace(SLOW.link("node"), trees=True)
+    shape = SLOW.with_links(DEVICE, node=flat, gpu=SLOW.link("gpu"))
+    assert collective_us(shape, "all_reduce", "gpu+node", 0.0, 8) == 6 * 5.0
 
 
 def test_a_flat_ring_crosses_each_axis_at_as_many_places_as_there_are_ranks_inside() -> None:
