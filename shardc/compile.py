@@ -22,6 +22,7 @@ from passes.build import outputs, set_outputs
 from passes.insert import Param, insert
 from passes.order import Orders
 from passes.partition import partition
+from passes.turn import turned
 from passes.verify import verify
 from shardc import _torch
 from shardc.agree import agree
@@ -74,12 +75,18 @@ def planned(
 ) -> Program:
     """What is left to do once there is a joint graph, for one plan of many. Edits it in place."""
     own = {node: params[name] for node, name in captured.params.items()}
+    own |= {node: kept(own[node]) for node in turned(joint, own)}
     layouts = {node: param.layout for node, param in own.items()}
     joint = run("insert", insert, joint, own)
     run("verify", verify, layouts, joint=joint)
     halves = run("partition", partition if captured.trains else forward_only, joint, captured.params)
     run("verify", verify, layouts, forward=halves[0], backward=halves[1])
     return Program(captured, own, params, plan, halves, run, orders, library or plan.topology.library)
+
+
+def kept(param: Param) -> Param:
+    """The same, in full between a forward and its backward."""
+    return replace(param, layout=replace(param.layout, after_forward=0))
 
 
 def decompose(graph: fx.Graph) -> fx.Graph:

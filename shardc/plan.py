@@ -83,7 +83,8 @@ class Plan:
 
     Rungs are given as `Topology.rung` takes them and kept as numbers of inner axes; `after_forward` is `params`
     unless given. An override holds any of the four states; later matching patterns win, and an `after_forward`
-    that it does not name is clamped to its `params`. `param_dtype` is what compute and the gathers use,
+    that it does not name is clamped to its `params`. What only a forward's end needs and its backward's beginning, such
+    as a head, is in full between them in any case (`passes.turn`). `param_dtype` is what compute and the gathers use,
     `reduce_dtype` what gradients travel in (None: `param_dtype`, and without that the parameter's own dtype).
     `reduce` is what gradients are over all ranks. `memory_limit` is what one rank may hold at the peak of a step, in
     bytes or as "80GB" or "74.5GiB": less is gathered ahead where that is needed to stay below, and compiling raises

@@ -31,6 +31,7 @@ from passes import ops
 from passes.build import outputs, placeholders
 from passes.memory import lives
 from passes.schedule import Flight, lay_out
+from passes.turn import from_params
 from passes.wire import BITS, CASTS, SCALE_BYTES
 from shardc.cost import MOVES
 from shardc.model import compute_dtype
@@ -420,7 +421,7 @@ def _compute_us(program: Program, half: str) -> float:
 
 
 def _saved_bytes(program: Program) -> float:
-    """Of activations that the forward hands to the backward."""
+    """Of activations that the forward hands to the backward. What it hands on of parameters depends on the plan."""
     graph = program.draft(Variant("forward"))
-    kept = set(outputs(graph)[1]) - {*placeholders(graph).values()}
+    kept = set(outputs(graph)[1]) - {*placeholders(graph).values()} - {*from_params(graph, program.layouts)}
     return float(sum(life.bytes for life in lives(graph) if life.values & kept))
