@@ -58,15 +58,13 @@ Cost = Callable[[fx.Node], float]
 """Microseconds of a node; of a start, how long its hop is on its lane."""
 LanesOf = Callable[[str], Sequence[str]]
 """By axis, or by "gpu+node"."""
+MARGIN = 0.25
+"""By so much of its time a stretch may take longer than it should before a lane is idle for want of a hop."""
 
 
 def axes_of(axis: str) -> Sequence[str]:
     """A lane an axis."""
     return axis.split("+")
-
-
-MARGIN = 0.25
-"""By so much of its time a stretch may take longer than it should before a lane is idle for want of a hop."""
 
 
 def schedule(

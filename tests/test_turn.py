@@ -16,9 +16,9 @@ def joint(w: f32[4, 4], v: f32[4, 8], b: f32[8], x: f32[2, 4], tangents_1: f32[2
     '{first}'
     y: f32[2, 4] = mm(x, w)
     '{second}'
-    z: f32[2, 8] = mm(y, {head})
+    z: f32[2, 8] = mm(y, v)
     s: f32[2, 8] = add.Tensor(z, b)
-    t: f32[8, 4] = permute({head}, [1, 0])
+    t: f32[8, 4] = permute(v, [1, 0])
     g: f32[2, 4] = mm(tangents_1, t)
     '{first}'
     u: f32[4, 4] = permute(w, [1, 0])
@@ -37,7 +37,7 @@ def joint(w: f32[4, 4], v: f32[4, 8], b: f32[8], x: f32[2, 4], tangents_1: f32[2
     ],
 )
 def test_what_is_behind_the_last_block_and_before_the_first(first: str, second: str, expected: set[str]) -> None:
-    assert turned(parse(TURN.format(first=first, second=second, head="v")), {"w", "v", "b"}) == expected
+    assert turned(parse(TURN.format(first=first, second=second)), {"w", "v", "b"}) == expected
 
 
 def test_a_weight_that_is_needed_before_the_blocks_too_is_not_turned() -> None:
