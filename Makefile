@@ -47,7 +47,7 @@ test: $(STAMP) ## ruff, mypy, pytest
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q -n $(JOBS)
+	$(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
 compat: ## the core tests on the oldest and the newest torch, each in its own environment (5 GB each)
 	@status=0; for version in $(OLDEST) $(NEWEST); do \

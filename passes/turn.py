@@ -28,8 +28,8 @@ from passes.regions import blocks
 
 
 def turned(graph: fx.Graph, params: Collection[str]) -> set[str]:
-    """Of the parameter placeholders `params` of a joint graph, those that only the forward behind its last block uses
-    and the backward, which needs them before its first block. None of a model without blocks."""
+    """Of the parameter placeholders `params` of a joint graph, those that nothing uses but the forward behind its last
+    block and the backward before its first. None of a model without blocks."""
     held = from_params(graph, params)
     nodes = [node for node in graph.nodes if node.op == "call_function" and node not in held]
     follows = _follows(graph)
@@ -40,7 +40,7 @@ def turned(graph: fx.Graph, params: Collection[str]) -> set[str]:
     for i, node in enumerate(nodes):
         for name in {name for n in node.all_input_nodes for name in held.get(n, ())}:
             uses.setdefault(name, []).append(i)
-    return {name for name, at in uses.items() if 0 <= last < at[0] and any(begin <= i < first for i in at)}
+    return {name for name, at in uses.items() if 0 <= last < at[0] and at[-1] < first}
 
 
 def from_params(graph: fx.Graph, params: Collection[str]) -> dict[fx.Node, set[str]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,7 +88,7 @@ class Lowering:
         """The graph that calls regions, each of which is compiled."""
         outer = regions(graph, self.known)
         fresh = [r for r in self.known.values() if r.key not in self.compiled]
-        for i, region in enumerate(fresh):
+        for i, region in enumerate(_from_own_share(fresh)):
             self.progress(f"compiling {name}: region {i + 1} of {len(fresh)} new ({len(self.known)} distinct)")
             self.compiled[region.key] = _torch.compile_graph(in_aten(region.graph))
         return outer
@@ -101,6 +102,13 @@ class Lowering:
         set_outputs(graph, tuple(leaves))
         run = _torch.compile_graph(in_aten(fx.GraphModule(graph.owning_module, graph)))
         return naming_failures(lambda args: torch.utils._pytree.tree_unflatten(list(run(args)), spec), hop_of)
+
+
+def _from_own_share(new: list[Region]) -> list[Region]:
+    """Beginning elsewhere on each rank of a host: what another has compiled already is in Inductor's cache."""
+    rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first = len(new) * rank // ranks
+    return new[first:] + new[:first]
 
 
 def check_backend(backend: str) -> None:

@@ -192,7 +192,7 @@ def trained(index: int, backend: str) -> Trained:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("index", "backend"), [(0, "eager"), (0, "inductor"), (2, "eager")])
+@pytest.mark.parametrize(("index", "backend"), [(0, "inductor"), (2, "eager")])
 def test_on_real_processes_too(index: int, backend: str) -> None:
     world = FLAT[index].topology.world
     expected = one_process(world, (1, 3))

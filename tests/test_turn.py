@@ -30,8 +30,8 @@ def joint(w: f32[4, 4], v: f32[4, 8], b: f32[8], x: f32[2, 4], tangents_1: f32[2
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        ("layers.0", "head", {"v"}),
-        ("layers.0", "", {"v"}),
+        ("layers.0", "head", {"v", "b"}),
+        ("layers.0", "", {"v", "b"}),
         ("layers.0", "layers.1", set()),
         ("body", "head", set()),
     ],
