@@ -198,10 +198,19 @@ class Program:
         pace = self.pace[half]
         return {n: t if ops.is_start(n) else pace.us.get(n.name, t * pace.copies) for n, t in us.items()}
 
+    def _whole(self, half: str) -> Variant:
+        """The call of a half that has all hops."""
+        return next(variant for variant in self.step() if variant.half == half)
+
     def _finish(self, variant: Variant) -> fx.Graph:
-        """Bucketed, scheduled, and in the order that the ranks agreed on; where they have none yet, they do now."""
+        """Bucketed, scheduled, and in the order that the ranks agreed on; where they have none yet, they do now: on
+        that of the call that has all hops, or on this one's, where it brings sums of other programs to the optim rung,
+        too."""
         graph, half = self.draft(variant), variant.half
-        order = self.orders.find(half, graph)
+        order, whole = self.orders.find(half, graph), self._whole(half)
+        if order is None and variant != whole:
+            self.graph(whole)
+            order = self.orders.find(half, graph)
         if order is None:
             own = self.scheduled(copy(graph), variant)
             self.orders.decide(half, collective_order(own))
@@ -239,12 +248,11 @@ class Program:
         return chunk(graph, lambda chain: pieces_of(chain, self.topology), order)
 
     def settle(self) -> None:
-        """Has all ranks agree on the orders of this program, unless an earlier program's cover it: makes the variations
-        that have all hops; the others follow these. All ranks call it together."""
-        if self.orders.find("forward", self.draft(Variant("forward"))) is None:
-            self.refreshed()
-        if self.halves[1] is not None and self.orders.find("backward", self.draft(Variant("backward"))) is None:
-            self.variation(synced=True, accumulated={})
+        """Has all ranks agree on the orders of this program, unless an earlier program's cover it: makes the calls that
+        have all hops; the others follow these. All ranks call it together."""
+        for whole in self.step():
+            if self.orders.find(whole.half, self.draft(Variant(whole.half))) is None:
+                self.graph(whole)
 
     def fit(self, limit_bytes: int) -> None:
         """Takes for each call the largest window with which no step of one or of two micro-batches needs more than a

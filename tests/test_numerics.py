@@ -40,7 +40,6 @@ class AllRanks:
         self.topology, self.world = plan.topology, plan.topology.world
         model = small()
         self.program = shardc.trace(model, plan, *batch(0, 0, 0))
-        self.program.settle()
         self.params = {p.layout.name: p for p in self.program.params.values()}
         full = dict(model.named_parameters())
         self.shards = {name: self.cut(p.layout, full[name].detach()) for name, p in self.params.items()}
