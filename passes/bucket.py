@@ -87,11 +87,11 @@ def bucket(
 
 
 def agreed_buckets(graph: fx.Graph, order: Sequence[ops.Hop]) -> list[list[fx.Node]]:
-    """The starts of each bucket of an order, of more than one."""
+    """The starts of each bucket of an order, of more than one, in the order of the graph."""
     starts = starts_by_hop(graph)
     whole = [hop for hop in order if hop.piece[0] == 0]
     groups = [[starts[with_params(hop, param)].pop() for param in hop.params] for hop in whole]
-    return [group for group in groups if len(group) > 1]
+    return sorted((group for group in groups if len(group) > 1), key=min)
 
 
 def choose_buckets(graph: fx.Graph, names: Sequence[str], pays: Pays = _anywhere) -> list[list[fx.Node]]:
