@@ -33,8 +33,9 @@ up to where a reduce is fed, to the next such place; hops go between stretches. 
 the next stretch, or would be if that took a little longer (`MARGIN`), gets its next hop: a gather that is urgent, else
 a reduce (which frees memory; not a long one right before a gather that compute would have to wait for), else the gather
 that is needed next, as long as what is gathered ahead fits a window of bytes. A gather is waited for right before the
-stretch that needs it, everything else at the first border behind its end; where the window is given, compute does not
-go on while more gradients than it holds wait for their reduces. Which of several gathers or reduces goes first is a
+stretch that needs it, everything else at the first border where that surely costs nothing (`_is_over`), for compute may
+take less than it should, too; where the window is given, compute does not go on while more gradients than it holds wait
+for their reduces. Which of several gathers or reduces goes first is a
 rule; all `RULES` are tried, and the order that ends first is taken.
 """
 
@@ -60,6 +61,8 @@ LanesOf = Callable[[str], Sequence[str]]
 """By axis, or by "gpu+node"."""
 MARGIN = 0.25
 """By so much of its time a stretch may take longer than it should before a lane is idle for want of a hop."""
+LATER = 1.0
+"""By so much of its time a reduce may take longer than it should before compute stands still for it."""
 
 
 def axes_of(axis: str) -> Sequence[str]:
@@ -360,6 +363,11 @@ class Lanes:
         self.source = {flight: flight.source for flight in flights}
         self.flying: dict[Flight, float] = {}
         """with the time when each ends"""
+        self.launched_us: dict[Flight, float] = {}
+        self.passed_us = dict.fromkeys(self.free_us, -inf)
+        """by the clock: a lane has ended what it had then, for it was waited for"""
+        self.gathers = Counter(lane for flight in flights if flight.climbs for lane in flight.lanes)
+        """of a lane that are yet to be waited for"""
         self.landed: set[Flight] = set()
         self.finished: set[fx.Node] = set()
         """of what comes of flights"""
@@ -421,8 +429,17 @@ class Lanes:
 
     def _land_ended(self) -> None:
         """Reduces and syncs free memory as soon as they are waited for."""
-        for flight in [f for f, end_us in self.flying.items() if end_us <= self.now_us and not f.climbs]:
+        for flight in [f for f in self.flying if not f.climbs and self._is_over(f)]:
             self._land(flight)
+
+    def _is_over(self, flight: Flight) -> bool:
+        """Whether compute would not stand still for a reduce, however long it takes itself: a gather that went behind
+        it on a lane was waited for; or, where no gather is to come, it has long been over by the clock."""
+        end_us, began_us = self.flying[flight], self.launched_us[flight]
+        if any(self.passed_us[lane] > end_us for lane in flight.lanes):
+            return True
+        to_come = any(self.gathers[lane] for lane in flight.lanes)
+        return not to_come and end_us + LATER * (end_us - began_us) <= self.now_us
 
     def _choose(self, i: int) -> Flight | None:
         """The next hop for a lane that would be idle before stretch `i` ends."""
@@ -563,6 +580,7 @@ class Lanes:
         self.nodes.append(flight.start)
         end_us = self._begin_us(flight) + self.us(flight.start)
         self.flying[flight] = end_us
+        self.launched_us[flight] = self.now_us
         self.free_us |= dict.fromkeys(flight.lanes, end_us)
         for lane in flight.lanes:
             self.left_us[lane] -= self.us(flight.start)
@@ -584,6 +602,9 @@ class Lanes:
     def _wait_for(self, flight: Flight) -> None:
         end_us = self.flying.pop(flight)
         self.landed.add(flight)
+        for lane in flight.lanes:
+            self.passed_us[lane] = max(end_us, self.passed_us[lane])
+            self.gathers[lane] -= flight.climbs
         if flight.wait:
             self.now_us = max(self.now_us, end_us)
             self.nodes.append(flight.wait)

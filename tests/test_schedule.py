@@ -324,7 +324,25 @@ def backward(v: f32[1, 4], t: f32[4, 4]):
     found = events(schedule(parse(text), takes(g=4, b=5, r=10, a=2, y=1)))
     assert found == "b0 g2 a0 y1 r2 f0 g0 s2"
     found = events(schedule(parse(text), takes(g=4, b=5, r=1, a=2, y=1)))
-    assert found == "b0 g2 r2 a0 y1 s2 f0 g0"
+    assert found == "b0 g2 r2 a0 y1 f0 s2 g0"
+
+
+def test_a_reduce_may_take_twice_as_long_before_compute_stands_still_for_it() -> None:
+    text = """\
+def backward(t: f32[4, 4]):
+    'layers.2'
+    g2 = mm(t, t)
+    r2 = reduce_scatter(g2, 'gpu', 2, params=['w2'])
+    s2 = wait(r2)
+    'layers.1'
+    y1 = relu(t)
+    'layers.0'
+    y0 = relu(y1)
+    'layers.1'
+    y3 = relu(y0)
+    return {'w2': s2, 'x': y3}
+"""
+    assert events(schedule(parse(text), takes(g=1, r=1, y=1))) == "g2 r2 y1 y0 s2 y3"
 
 
 @pytest.mark.parametrize("us", [0.1, 1.0, 3.0])
