@@ -34,9 +34,9 @@ the next stretch, or would be if that took a little longer (`MARGIN`), gets its 
 a reduce (which frees memory; not a long one right before a gather that compute would have to wait for), else the gather
 that is needed next, as long as what is gathered ahead fits a window of bytes. A gather is waited for right before the
 stretch that needs it, everything else at the first border where that surely costs nothing (`_is_over`), for compute may
-take less than it should, too; where the window is given, compute does not go on while more gradients than it holds wait
-for their reduces. Which of several gathers or reduces goes first is a
-rule; all `RULES` are tried, and the order that ends first is taken.
+take less than it should, too; where no times are known, behind the first stretch that it went beside. Where the window
+is given, compute does not go on while more gradients than it holds wait for their reduces. Which of several gathers or
+reduces goes first is a rule; all `RULES` are tried, and the order that ends first is taken.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ class Lanes:
         window_bytes: int | None,
         rules: Rules,
     ):
-        self.rules = rules
+        self.rules, self.is_timed = rules, us is not None
         self.stretches, self.us = stretches, us or (lambda node: 0.25 * ops.is_start(node))
         self.takes_us = [sum(map(us, nodes)) if us else 1.0 for nodes in stretches]
         self.begin_us = [0.0, *accumulate(self.takes_us)]
@@ -434,8 +434,11 @@ class Lanes:
 
     def _is_over(self, flight: Flight) -> bool:
         """Whether compute would not stand still for a reduce, however long it takes itself: a gather that went behind
-        it on a lane was waited for; or, where no gather is to come, it has long been over by the clock."""
+        it on a lane was waited for; or, where no gather is to come, it has long been over by the clock. A clock that
+        knows no times is not asked for more than its word."""
         end_us, began_us = self.flying[flight], self.launched_us[flight]
+        if not self.is_timed:
+            return end_us <= self.now_us
         if any(self.passed_us[lane] > end_us for lane in flight.lanes):
             return True
         to_come = any(self.gathers[lane] for lane in flight.lanes)
