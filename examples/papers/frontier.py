@@ -4,9 +4,10 @@
 
 A GPT of NeoX-20B's shape (44 layers of 6144, sequences of 2048) on 48 hosts of 4 x 2 GCDs (`frontier` of shardc.links).
 Reported: 1.71x ZeRO++ and 2.4x ZeRO-3 in throughput, and a scaling efficiency of 0.94 up to 384 GCDs. Sequences and
-micro-batches a GCD are not; so there is a row for each that fits 64 GB. Fitted: the part of the bandwidth between hosts
-that is reached, on the 2.4 of one micro-batch of one sequence. The placement is what is known of it: parameters in a
-package, gradients in a node, the optimizer over all; int8 gathers, int4 reductions.
+micro-batches a GCD are not; so there are rows for several. No memory limit is set: ZeRO-3 gathers ahead as it likes.
+Fitted: the part of the bandwidth between hosts that is reached, on the 2.4 of one micro-batch of one sequence. The
+placement is what is known of it: parameters in a package, gradients in a node, the optimizer over all; int8 gathers,
+int4 reductions.
 """
 
 from __future__ import annotations

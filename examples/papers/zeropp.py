@@ -5,8 +5,7 @@
 GPT models on 24 hosts of 16 V100 with 400 Gb/s each (`dgx2-400g` of shardc.links), 1k tokens a GPU, float16, blocks
 computed again in the backward, within the devices' 32 GB. Reported, TFLOP/s a GPU: 18B from 25 to 35, 138B from 23 to
 36. Fitted: the part of the bandwidth between hosts that is reached, on ZeRO-3 with 18B, and the devices' efficiency, on
-ZeRO++ with 18B. The ratio for 138B is predicted, and what a rank sends between hosts in a step: 3 M of ZeRO-3, M of the
-model's bytes, become 0.75 M.
+ZeRO++ with 18B. The rows of 138B are predicted.
 """
 
 from __future__ import annotations
