@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import Counter
+from importlib import import_module
 
 import pytest
 import torch
@@ -81,25 +81,40 @@ def test_a_collective_ends_when_its_links_say_behind_what_is_on_them() -> None:
     assert second.begin_s == max(second.issued_s, first.end_s)
 
 
-def test_a_thread_that_hands_a_result_on_is_not_late_because_python_was_busy() -> None:
+class Held:
+    """A clock, on which whoever sleeps wakes late, for Python was busy."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds + 0.05
+
+
+@pytest.mark.parametrize("later_s", [0.0, 0.02], ids=["straight on", "later"])
+def test_a_thread_that_goes_straight_on_from_a_wait_is_not_late_because_python_was_busy(
+    monkeypatch: pytest.MonkeyPatch, later_s: float
+) -> None:
+    clock = Held()
+    monkeypatch.setattr(import_module("shardc.emulate"), "time", clock)
+
     def hand_on(first: dist.Work) -> None:
         first.wait()
+        clock.now_s += later_s
         dist.all_reduce(x, group=mesh.get_group("gpu"))
 
-    switch_s = sys.getswitchinterval()
     with shardc.emulate(WORLD) as world:
         mesh = init_device_mesh("cpu", (8, 4), mesh_dim_names=("node", "gpu"))
         x = torch.ones(1 << 20)
         work = dist.all_reduce(x, group=mesh.get_group("node"), async_op=True)
         thread = threading.Thread(target=hand_on, args=(work,))
         thread.start()
-        sys.setswitchinterval(10.0)
-        while time.perf_counter() < world.collectives[0].end_s + 0.05:
-            pass
-        sys.setswitchinterval(switch_s)
         thread.join()
         first, second = world.collectives
-    assert second.begin_s == pytest.approx(first.end_s, abs=0.01)
+    assert second.begin_s == pytest.approx(first.end_s + (0.05 + later_s if later_s else 0.0))
 
 
 def test_compute_stands_still_for_a_hop_that_is_yet_to_be_issued() -> None:
