@@ -35,8 +35,9 @@ a reduce (which frees memory; not a long one right before a gather that compute 
 that is needed next, as long as what is gathered ahead fits a window of bytes. A gather is waited for right before the
 stretch that needs it, everything else at the first border where that surely costs nothing (`_is_over`), for compute may
 take less than it should, too; where no times are known, behind the first stretch that it went beside. Where the window
-is given, compute does not go on while more gradients than it holds wait for their reduces. Which of several gathers or
-reduces goes first is a rule; all `RULES` are tried, and the order that ends first is taken.
+is given, compute does not go on while more gradients than it holds wait for their reduces; nor where it is not, while
+those of `PILE` stretches do. Which of several gathers or reduces goes first is a rule; all `RULES` are tried, and the
+order that ends first is taken.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ MARGIN = 0.25
 """By so much of its time a stretch may take longer than it should before a lane is idle for want of a hop."""
 LATER = 1.0
 """By so much of its time a reduce may take longer than it should before compute stands still for it."""
+PILE = 8
+"""Of so many stretches, those that make most, gradients may wait for their reduces: of two or three blocks."""
 
 
 def axes_of(axis: str) -> Sequence[str]:
@@ -346,8 +349,13 @@ class Lanes:
         """of gradients that may wait for gathers"""
         self.made = _made(flights)
         """bytes of gradients, by the stretch that makes them"""
-        self.piled_bytes = inf if window_bytes is None else max([window_bytes, *self.made.values()])
-        """of gradients that may be there at once, made or on their way"""
+        self.piled_bytes = self.made[-1]
+        """of gradients that were made, and whose reduces were not waited for yet"""
+        pile = PILE if window_bytes is None else 1
+        self.most_bytes = max(self.window_bytes, sum(sorted(self.made.values())[-pile:]))
+        """that may be"""
+        self.frees = _freed(flights)
+        """bytes of gradients, by what is waited for"""
         self.now_us, self.border = 0.0, 0
         self.free_us: dict[str, float] = {lane: 0.0 for flight in flights for lane in flight.lanes}
         """when a lane has ended what it has"""
@@ -383,6 +391,7 @@ class Lanes:
             self._at_border(i)
             self.nodes += nodes
             self.now_us += self.takes_us[i]
+            self.piled_bytes += self.made[i]
         while self.grounded:
             self._at_border(len(self.stretches))
         for flight in sorted(self.flying, key=self.flying.__getitem__):
@@ -419,13 +428,14 @@ class Lanes:
     def _in_the_way(self, i: int) -> Flight | None:
         """The reduce to wait for, where stretch `i` would make more gradients than may be there: of those in flight the
         first to end, or else the oldest that was made."""
-        flying = [f for f in self.flying if not f.climbs]
-        made = [f for f in self.grounded if not f.climbs and f.ready < i]
-        if not (flying or made) or sum(map(_made_bytes, (*flying, *made))) + self.made[i] <= self.piled_bytes:
+        if self.piled_bytes + self.made[i] <= self.most_bytes:
             return None
-        if not flying:
-            self._launch(made[0])
-        return min((f for f in self.flying if not f.climbs), key=self.flying.__getitem__)
+        flying = [f for f in self.flying if self.frees[f]]
+        oldest = next((f for f in self.grounded if self.frees[f] and f.ready < i), None)
+        if not flying and oldest:
+            self._launch(oldest)
+            flying = [oldest]
+        return min(flying, key=self.flying.__getitem__, default=None)
 
     def _land_ended(self) -> None:
         """Reduces and syncs free memory as soon as they are waited for."""
@@ -605,6 +615,7 @@ class Lanes:
     def _wait_for(self, flight: Flight) -> None:
         end_us = self.flying.pop(flight)
         self.landed.add(flight)
+        self.piled_bytes -= self.frees[flight]
         for lane in flight.lanes:
             self.passed_us[lane] = max(end_us, self.passed_us[lane])
             self.gathers[lane] -= flight.climbs
@@ -628,6 +639,14 @@ def _made(flights: Sequence[Flight]) -> Counter[int]:
     for flight in flights:
         made[flight.ready] += _made_bytes(flight)
     return made
+
+
+def _freed(flights: Sequence[Flight]) -> Counter[Flight]:
+    """Bytes of gradients that each wait frees: a chain of reduces is waited for where it ends."""
+    freed: Counter[Flight] = Counter()
+    for flight in flights:
+        freed[flight] = _made_bytes(flight) + sum(freed.pop(f) for f in flight.after if f in freed and not f.wait)
+    return freed
 
 
 def _goes_on(flight: Flight) -> bool:

@@ -295,6 +295,26 @@ def test_compute_waits_where_more_gradients_would_wait_than_the_window_holds() -
     assert found == "g2 r2 s2 g1 r1 s1 g0 r0 s0"
 
 
+def test_without_a_window_no_more_gradients_wait_than_eight_stretches_make() -> None:
+    layer = """\
+    'layers.{i}'
+    g{i} = mm(t, t)
+    r{i} = reduce_scatter(g{i}, 'gpu', 2, params=['w{i}'])
+    s{i} = wait(r{i})
+"""
+    layers = "".join(layer.format(i=i) for i in reversed(range(11)))
+    returned = ", ".join(f"'w{i}': s{i}" for i in range(11))
+    text = f"def backward(t: f32[4, 4]):\n{layers}    return {{{returned}}}\n"
+    found = events(schedule(parse(text), takes(g=1, r=100)))
+    assert found.startswith("g10 r10 g9 g8 g7 g6 g5 g4 g3 s10 r9 g2 s9 r8 g1 s8 r7 g0")
+
+
+def test_gradients_are_there_until_their_last_hop_has_come() -> None:
+    text = SLOW_REDUCES.replace("s2 = wait(r2)", "q2 = reduce_scatter(r2, 'node', 2, params=['w2'])\n    s2 = wait(q2)")
+    found = events(schedule(parse(text), takes(g=4, r=1, q=100), window_bytes=2 * FULL_BYTES))
+    assert found == "g2 r2 q2 g1 r1 s1 g0 r0 s0 s2"
+
+
 def test_a_reduce_goes_before_a_gather_that_has_time() -> None:
     found = events(schedule(parse(BACKWARD), takes(g=4, r=1, a=1), window_bytes=0))
     assert found == "g2 r2 s2 g1 r1 a s1 f g0 r0 s0"
