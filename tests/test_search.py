@@ -30,8 +30,6 @@ FAST, SLOW = Link(50.0, 3.0), Link(2.0, 10.0)
 DEVICE = Device("a device", 100, 1000, 80)
 TWO = Topology(node=2, gpu=2).with_links(DEVICE, node=SLOW, gpu=FAST)
 FOUR = Topology(node=2, gpu=4).with_links(DEVICE, node=SLOW, gpu=FAST)
-SETTINGS = [(1, "30MB"), (4, "80GB")]
-"""Micro-batches and memory; some plans do not fit the smaller."""
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": None}
 
 
@@ -100,9 +98,9 @@ def predictions(micro_batches: int, memory: str) -> tuple[Space, dict[Factors, P
     return space, {row: predictor(space.plan(row, Wiring()), micro_batches, memory_bytes=limit) for row in rows(TWO)}
 
 
-@pytest.mark.parametrize(("micro_batches", "memory"), SETTINGS)
-def test_no_plan_takes_less_or_holds_less_than_its_bounds(micro_batches: int, memory: str) -> None:
-    space, found = predictions(micro_batches, memory)
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_no_plan_takes_less_or_holds_less_than_its_bounds(micro_batches: int) -> None:
+    space, found = predictions(micro_batches, "80GB")
     for row, it in found.items():
         assert it.step_us >= space.bound_us(row, Wiring())
         assert it.peak_bytes >= space.rest_bytes(row)
@@ -115,7 +113,7 @@ def search(layers: int = 4, topology: Topology = TWO, **options: object) -> Foun
     return shardc.search(deep(layers), topology, IDS, progress=lambda text: None, **options)
 
 
-@pytest.mark.parametrize(("micro_batches", "memory"), SETTINGS)
+@pytest.mark.parametrize(("micro_batches", "memory"), [(1, "80GB"), (1, "30MB"), (4, "80GB")])
 def test_the_best_is_as_fast_as_any_that_fits(micro_batches: int, memory: str) -> None:
     found = search(micro_batches=micro_batches, memory=memory, most=25)
     limit = bytes_of(memory)
