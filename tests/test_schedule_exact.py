@@ -87,8 +87,8 @@ class _Us(dict):  # type: ignore[type-arg]
 
 
 def best_us(it: Problem, enough_us: float) -> float:
-    """The least of all orders on all lanes, where some take no more than what is enough. Compute stands in its order; a
-    hop may start between two layers. What an order on one lane takes by itself, it takes with any on the others."""
+    """The least of all orders on all lanes; infinite, where all take more than `enough_us`. Compute stands in its order;
+    a hop may start between two layers. An order on one lane takes no less with orders on the others than by itself."""
     graph = relay(parse(it.text))
     lanes: dict[str, list[fx.Node]] = {}
     for start in ops.hops(graph):
