@@ -87,7 +87,7 @@ class _Us(dict):  # type: ignore[type-arg]
 
 
 def best_us(it: Problem, enough_us: float) -> float:
-    """The least of all orders on all lanes; infinite, where all take more than `enough_us`. Compute stands in its order;
+    """Of the best orders on all lanes; infinite, where all take more than `enough_us`. Compute stands in its order;
     a hop may start between two layers. An order on one lane takes no less with orders on the others than by itself."""
     graph = relay(parse(it.text))
     lanes: dict[str, list[fx.Node]] = {}
