@@ -43,34 +43,24 @@ order that ends first is taken.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from math import inf, prod
+from math import inf
 from typing import NamedTuple
 
 from torch import fx
 
 from passes import ops
 from passes.build import rearrange
-from passes.follow import leading
-from passes.regions import blocks
+from passes.flights import Cost, Flight, LanesOf, axes_of, bytes_of, claimed_bytes, lay_out, least_us, needed_bytes
 
-Cost = Callable[[fx.Node], float]
-"""Microseconds of a node; of a start, how long its hop is on its lane."""
-LanesOf = Callable[[str], Sequence[str]]
-"""By axis, or by "gpu+node"."""
 MARGIN = 0.25
 """By so much of its time a stretch may take longer than it should before a lane is idle for want of a hop."""
 LATER = 1.0
 """By so much of its time a reduce may take longer than it should before compute stands still for it."""
 PILE = 8
 """Of so many stretches, those that make most, gradients may wait for their reduces: of two or three blocks."""
-
-
-def axes_of(axis: str) -> Sequence[str]:
-    """A lane an axis."""
-    return axis.split("+")
 
 
 def schedule(
@@ -94,185 +84,7 @@ def schedule(
 
 def default_window(graph: fx.Graph) -> int:
     """Bytes that the four stretches need that need most."""
-    return _largest(lay_out(graph)[1], 4)
-
-
-def _largest(flights: Sequence[Flight], count: int) -> int:
-    """Bytes that so many stretches need, those that need most."""
-    needs: Counter[int] = Counter()
-    claims = _claims(flights)
-    for flight in flights:
-        if flight.climbs and not _goes_on(flight):
-            needs[flight.due] += claims[flight]
-    return sum(size for _, size in needs.most_common(count))
-
-
-# What there is to order
-
-
-@dataclass(eq=False)
-class Flight:
-    """A hop between its start and its wait. Stretches of compute are counted."""
-
-    start: fx.Node
-    wait: fx.Node | None
-    """None where only other hops take what it brings"""
-    before: list[fx.Node] = field(default_factory=list)
-    """what only leads to it: casts and copy-in of shards"""
-    behind: dict[fx.Node, set[Flight]] = field(default_factory=dict)
-    """what comes of it and no stretch needs (copies to keep, sums in accumulators); of which flights each comes"""
-    after: list[Flight] = field(default_factory=list)
-    """whose results it takes"""
-    ready: int = -1
-    """the last stretch that it needs"""
-    due: int = 0
-    """the first stretch that needs it; where none does, the number of stretches"""
-    lanes: Sequence[str] = ()
-    """a flat one holds several"""
-
-    def __post_init__(self) -> None:
-        hop = ops.hop(self.start)
-        self.axis, self.size, self.climbs = hop.axis, hop.size, hop.kind == "all_gather"
-
-    def meets(self, other: Flight) -> bool:
-        """On a lane."""
-        return any(lane in other.lanes for lane in self.lanes)
-
-    @property
-    def source(self) -> Flight | None:
-        """The hop that it relays."""
-        relayed = ops.relayed(self.start)
-        return next((f for f in self.after if f.start is relayed), None) if relayed else None
-
-
-def lay_out(graph: fx.Graph, lanes: LanesOf = axes_of) -> tuple[list[list[fx.Node]], list[Flight]]:
-    """The stretches of compute, and the flights, both in the order of the graph."""
-    lead = leading(graph)
-    trail = _trailing(graph, lead)
-    apart = {*lead, *trail, *(node for node in graph.nodes if ops.is_hop(node))}
-    compute = [node for node in graph.nodes if node.op == "call_function" and node not in apart]
-    stretches = [part for nodes in _stretches(compute) for part in _cut(nodes, lead)]
-    number = {node: i for i, nodes in enumerate(stretches) for node in nodes}
-    owner: dict[fx.Node, Flight] = {}
-    flights = [_flight(start, number, owner) for start in ops.hops(graph)]
-    of: dict[fx.Node, set[Flight]] = {node: {flight} for node, flight in owner.items()}
-    for node in trail:
-        if node not in owner:
-            _put_behind(node, number, of)
-    for flight in reversed(flights):
-        flight.due = min(_dues(flight, number, owner), default=len(stretches))
-        flight.lanes = lanes(flight.axis)
-    return stretches, flights
-
-
-def _trailing(graph: fx.Graph, lead: set[fx.Node]) -> list[fx.Node]:
-    """What follows from a reduce or sync; and what comes of gathers alone and goes to outputs or to what leads to other
-    gathers, but to no compute."""
-    down: set[fx.Node] = set()
-    pure: set[fx.Node] = set()
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        if ops.is_hop(node):
-            (pure if ops.hop(node).kind == "all_gather" else down).add(node)
-        elif node.op == "call_function" and any(n in down for n in inputs):
-            down.add(node)
-        elif node.op == "call_function" and inputs and all(n in pure for n in inputs):
-            pure.add(node)
-    nowhere = pure | lead | {graph.output_node()}
-    needed = [node for node in pure if not all(user in nowhere for user in node.users)]
-    while needed:
-        node = needed.pop()
-        if node in pure and not ops.is_hop(node):
-            pure.remove(node)
-            needed += [*node.all_input_nodes, *node.users]
-    return [node for node in graph.nodes if (node in down or node in pure) and not ops.is_hop(node)]
-
-
-def _stretches(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Compute in order, cut where a repeated block begins or ends. A `compact` goes with what uses it."""
-    found: list[list[fx.Node]] = []
-    block = None
-    for node, here in zip(nodes, blocks(_placed(node) for node in nodes), strict=True):
-        if here != block:
-            found.append([])
-        block = here
-        found[-1].append(node)
-    return found
-
-
-def _cut(nodes: Sequence[fx.Node], lead: set[fx.Node]) -> list[list[fx.Node]]:
-    """A stretch of a block, cut before what needs a gather first, and behind what feeds a reduce."""
-    needing = _needing(nodes)
-    found: list[list[fx.Node]] = [[]]
-    for node in nodes:
-        if node in needing and found[-1]:
-            found.append([])
-        found[-1].append(node)
-        if _feeds(node, lead) and node is not nodes[-1]:
-            found.append([])
-    return found
-
-
-def _needing(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The first of a stretch that take what a gather brings."""
-    found: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        for value in node.all_input_nodes:
-            if ops.is_wait(value) and ops.hop(value).kind == "all_gather":
-                found.setdefault(value, node)
-    return set(found.values())
-
-
-def _feeds(node: fx.Node, lead: set[fx.Node]) -> bool:
-    """Whether a hop takes a value, as it is or through what leads to it."""
-    return any(ops.is_start(user) or user in lead for user in node.users)
-
-
-def _placed(node: fx.Node) -> fx.Node:
-    return min(node.users) if node.target is ops.compact else node
-
-
-def _flight(start: fx.Node, number: dict[fx.Node, int], owner: dict[fx.Node, Flight]) -> Flight:
-    flight = Flight(start, ops.wait_of(start))
-    _claim(start, flight, number, owner)
-    flight.before.remove(start)
-    if flight.wait:
-        owner[flight.wait] = flight
-    return flight
-
-
-def _claim(node: fx.Node, flight: Flight, number: dict[fx.Node, int], owner: dict[fx.Node, Flight]) -> None:
-    """A node that leads to a start, with what leads to it, inputs first."""
-    owner[node] = flight
-    for value in node.all_input_nodes:
-        if value in owner:
-            flight.after += [owner[value]] if owner[value] not in (flight, *flight.after) else []
-            flight.ready = max(flight.ready, owner[value].ready)
-        elif value in number:
-            flight.ready = max(flight.ready, number[value])
-        elif value.op == "call_function":
-            _claim(value, flight, number, owner)
-    flight.before.append(node)
-
-
-def _put_behind(node: fx.Node, number: dict[fx.Node, int], of: dict[fx.Node, set[Flight]]) -> None:
-    of[node] = {flight for n in node.all_input_nodes for flight in of.get(n, ())}
-    ready = max((number[n] for n in node.all_input_nodes if n in number), default=-1)
-    for flight in of[node]:
-        flight.ready = max(flight.ready, ready)
-        flight.behind[node] = of[node]
-
-
-def _dues(flight: Flight, number: dict[fx.Node, int], owner: dict[fx.Node, Flight]) -> Iterator[int]:
-    for node in (flight.start, *([flight.wait] if flight.wait else []), *flight.before):
-        for user in node.users:
-            if user in number:
-                yield number[user]
-            elif user in owner and owner[user] is not flight:
-                yield owner[user].due
-
-
-# The order
+    return needed_bytes(lay_out(graph)[1], 4)
 
 
 HORIZON = 16
@@ -327,6 +139,60 @@ def _telling(flights: Sequence[Flight]) -> list[Rules]:
     return [r for r in RULES if (climbs or r.gathers is first.gathers) and (descends or r[1:] == first[1:])]
 
 
+@dataclass
+class Lane:
+    left_us: float = 0.0
+    """that it is yet to be busy for"""
+    free_us: float = 0.0
+    """when it has ended what it has"""
+    passed_us: float = -inf
+    """by the clock: it has ended what it had then, for that was waited for"""
+    gathers: int = 0
+    """that are yet to be waited for"""
+
+
+def _lanes(flights: Sequence[Flight], us: Cost) -> dict[str, Lane]:
+    lanes: defaultdict[str, Lane] = defaultdict(Lane)
+    for flight in flights:
+        for name in flight.lanes:
+            lanes[name].left_us += us(flight.start)
+            lanes[name].gathers += flight.climbs
+    return lanes
+
+
+class Pile:
+    """Gradients whose reduces were not waited for yet. Those of `stretches` may be, of those that make most; and as
+    many as a window holds."""
+
+    def __init__(self, flights: Sequence[Flight], window_bytes: int, stretches: int):
+        self.made: Counter[int] = Counter()
+        """bytes of gradients, by the stretch that makes them"""
+        for flight in flights:
+            self.made[flight.ready] += flight.makes_bytes
+        self.frees = _freed(flights)
+        """bytes of gradients, by what is waited for"""
+        self.most_bytes = max(window_bytes, sum(sorted(self.made.values())[-stretches:]))
+        self.bytes = self.made[-1]
+
+    def takes(self, i: int) -> bool:
+        """Whether there is room for what stretch `i` makes."""
+        return self.bytes + self.made[i] <= self.most_bytes
+
+    def add(self, i: int) -> None:
+        self.bytes += self.made[i]
+
+    def free(self, flight: Flight) -> None:
+        self.bytes -= self.frees[flight]
+
+
+def _freed(flights: Sequence[Flight]) -> Counter[Flight]:
+    """Bytes of gradients that each wait frees: a chain of reduces is waited for where it ends."""
+    freed: Counter[Flight] = Counter()
+    for flight in flights:
+        freed[flight] = flight.makes_bytes + sum(freed.pop(f) for f in flight.after if f in freed and not f.wait)
+    return freed
+
+
 class Lanes:
     """Goes through the stretches with a clock, and writes down the order."""
 
@@ -343,27 +209,13 @@ class Lanes:
         self.takes_us = [sum(map(us, nodes)) if us else 1.0 for nodes in stretches]
         self.begin_us = [0.0, *accumulate(self.takes_us)]
         """of each stretch, were there no hops"""
-        self.rest_us, self.claims = _rest(flights, self.us), _claims(flights)
-        self.window_bytes = _largest(flights, 4) if window_bytes is None else window_bytes
-        self.crowd_bytes = min(_largest(flights, 2), self.window_bytes)
+        self.rest_us, self.claims = least_us(flights, self.us), claimed_bytes(flights)
+        self.window_bytes = needed_bytes(flights, 4) if window_bytes is None else window_bytes
+        self.crowd_bytes = min(needed_bytes(flights, 2), self.window_bytes)
         """of gradients that may wait for gathers"""
-        self.made = _made(flights)
-        """bytes of gradients, by the stretch that makes them"""
-        self.piled_bytes = self.made[-1]
-        """of gradients that were made, and whose reduces were not waited for yet"""
-        pile = PILE if window_bytes is None else 1
-        self.most_bytes = max(self.window_bytes, sum(sorted(self.made.values())[-pile:]))
-        """that may be"""
-        self.frees = _freed(flights)
-        """bytes of gradients, by what is waited for"""
+        self.pile = Pile(flights, self.window_bytes, PILE if window_bytes is None else 1)
         self.now_us, self.border = 0.0, 0
-        self.free_us: dict[str, float] = {lane: 0.0 for flight in flights for lane in flight.lanes}
-        """when a lane has ended what it has"""
-        self.left_us = dict.fromkeys(self.free_us, 0.0)
-        """that a lane is yet to be busy for"""
-        for flight in flights:
-            for lane in flight.lanes:
-                self.left_us[lane] += self.us(flight.start)
+        self.lanes = _lanes(flights, self.us)
         self.grounded = sorted(flights, key=lambda f: f.due if f.climbs else f.ready)
         """by when they are needed, or were made"""
         self.waiting = set(flights)
@@ -372,10 +224,6 @@ class Lanes:
         self.flying: dict[Flight, float] = {}
         """with the time when each ends"""
         self.launched_us: dict[Flight, float] = {}
-        self.passed_us = dict.fromkeys(self.free_us, -inf)
-        """by the clock: a lane has ended what it had then, for it was waited for"""
-        self.gathers = Counter(lane for flight in flights if flight.climbs for lane in flight.lanes)
-        """of a lane that are yet to be waited for"""
         self.landed: set[Flight] = set()
         self.finished: set[fx.Node] = set()
         """of what comes of flights"""
@@ -391,7 +239,7 @@ class Lanes:
             self._at_border(i)
             self.nodes += nodes
             self.now_us += self.takes_us[i]
-            self.piled_bytes += self.made[i]
+            self.pile.add(i)
         while self.grounded:
             self._at_border(len(self.stretches))
         for flight in sorted(self.flying, key=self.flying.__getitem__):
@@ -400,7 +248,7 @@ class Lanes:
 
     def _least_us(self, i: int) -> float:
         """When all can have ended, before stretch `i`: compute that is left, and each lane's hops, alone."""
-        lanes = (max(self.now_us, self.free_us[lane]) + left_us for lane, left_us in self.left_us.items())
+        lanes = (max(self.now_us, lane.free_us) + lane.left_us for lane in self.lanes.values())
         return max(self.now_us + self.begin_us[-1] - self.begin_us[i], *lanes, 0.0)
 
     def _at_border(self, i: int) -> None:
@@ -428,10 +276,10 @@ class Lanes:
     def _in_the_way(self, i: int) -> Flight | None:
         """The reduce to wait for, where stretch `i` would make more gradients than may be there: of those in flight the
         first to end, or else the oldest that was made."""
-        if self.piled_bytes + self.made[i] <= self.most_bytes:
+        if self.pile.takes(i):
             return None
-        flying = [f for f in self.flying if self.frees[f]]
-        oldest = next((f for f in self.grounded if self.frees[f] and f.ready < i), None)
+        flying = [f for f in self.flying if self.pile.frees[f]]
+        oldest = next((f for f in self.grounded if self.pile.frees[f] and f.ready < i), None)
         if not flying and oldest:
             self._launch(oldest)
             flying = [oldest]
@@ -449,9 +297,10 @@ class Lanes:
         end_us, began_us = self.flying[flight], self.launched_us[flight]
         if not self.is_timed:
             return end_us <= self.now_us
-        if any(self.passed_us[lane] > end_us for lane in flight.lanes):
+        lanes = [self.lanes[name] for name in flight.lanes]
+        if any(lane.passed_us > end_us for lane in lanes):
             return True
-        to_come = any(self.gathers[lane] for lane in flight.lanes)
+        to_come = sum(lane.gathers for lane in lanes)
         return not to_come and end_us + LATER * (end_us - began_us) <= self.now_us
 
     def _choose(self, i: int) -> Flight | None:
@@ -459,13 +308,13 @@ class Lanes:
         near = self._near(i)
         end_us = self._end_us(i, near)
         fitting = self._fitting(i, near)
-        soon = [f for f in near if self._is_able(f) and (f.due <= i or not f.climbs or _goes_on(f) or f in fitting)]
+        soon = [f for f in near if self._is_able(f) and (f.due <= i or not f.climbs or f.goes_on or f in fitting)]
         able = [f for f in soon if self._begin_us(f) < end_us + MARGIN * self._takes_us(i)]
         able = [f for f in able if f.climbs or not any(self._yields(f, to, i) for to in soon if to.climbs)]
         if self.rules.patient:
             able = [f for f in able if f.climbs or not self._held_back(f, i, end_us)]
         able = [f for f in able if self._can_follow(f, able)]
-        crowded = sum(_bytes(f.start) * f.size for f in able if not f.climbs) > self.crowd_bytes
+        crowded = sum(bytes_of(f.start) * f.size for f in able if not f.climbs) > self.crowd_bytes
         chosen = min(able, key=lambda f: self._urgency(f, i, able, crowded), default=None)
         if chosen and self._grounded_source(chosen):
             root = self._root(chosen)
@@ -527,7 +376,7 @@ class Lanes:
         return max(self.now_us, self._free_us(flight), there_us)
 
     def _free_us(self, flight: Flight) -> float:
-        return max(self.free_us[lane] for lane in flight.lanes)
+        return max(self.lanes[name].free_us for name in flight.lanes)
 
     def _near(self, i: int) -> list[Flight]:
         """What could be started before stretch `i`: the first few of each lane and direction, so that time does not
@@ -560,7 +409,7 @@ class Lanes:
         nothing small takes the place of something larger. A later hop has its place since the first."""
         ahead_bytes, found = self.ahead.total(), set()
         for flight in near:
-            if flight.climbs and flight.due > i and not _goes_on(flight):
+            if flight.climbs and flight.due > i and not flight.goes_on:
                 ahead_bytes += self.claims[flight]
                 if ahead_bytes <= self.window_bytes:
                     found.add(flight)
@@ -594,10 +443,10 @@ class Lanes:
         end_us = self._begin_us(flight) + self.us(flight.start)
         self.flying[flight] = end_us
         self.launched_us[flight] = self.now_us
-        self.free_us |= dict.fromkeys(flight.lanes, end_us)
-        for lane in flight.lanes:
-            self.left_us[lane] -= self.us(flight.start)
-        if flight.climbs and not _goes_on(flight) and flight.due > self.border:
+        for name in flight.lanes:
+            self.lanes[name].free_us = end_us
+            self.lanes[name].left_us -= self.us(flight.start)
+        if flight.climbs and not flight.goes_on and flight.due > self.border:
             self.ahead[flight.due] += self.claims[flight]
         for earlier in landing:
             self._finish(earlier)
@@ -615,10 +464,11 @@ class Lanes:
     def _wait_for(self, flight: Flight) -> None:
         end_us = self.flying.pop(flight)
         self.landed.add(flight)
-        self.piled_bytes -= self.frees[flight]
-        for lane in flight.lanes:
-            self.passed_us[lane] = max(end_us, self.passed_us[lane])
-            self.gathers[lane] -= flight.climbs
+        self.pile.free(flight)
+        for name in flight.lanes:
+            lane = self.lanes[name]
+            lane.passed_us = max(end_us, lane.passed_us)
+            lane.gathers -= flight.climbs
         if flight.wait:
             self.now_us = max(self.now_us, end_us)
             self.nodes.append(flight.wait)
@@ -626,51 +476,3 @@ class Lanes:
     def _compute(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes += nodes
         self.now_us += sum(map(self.us, nodes))
-
-
-def _made_bytes(flight: Flight) -> int:
-    """Of the gradients that the first hop of a chain takes."""
-    return 0 if flight.climbs or flight.after else _bytes(flight.start.args[0])
-
-
-def _made(flights: Sequence[Flight]) -> Counter[int]:
-    """Bytes of gradients that each stretch makes."""
-    made: Counter[int] = Counter()
-    for flight in flights:
-        made[flight.ready] += _made_bytes(flight)
-    return made
-
-
-def _freed(flights: Sequence[Flight]) -> Counter[Flight]:
-    """Bytes of gradients that each wait frees: a chain of reduces is waited for where it ends."""
-    freed: Counter[Flight] = Counter()
-    for flight in flights:
-        freed[flight] = _made_bytes(flight) + sum(freed.pop(f) for f in flight.after if f in freed and not f.wait)
-    return freed
-
-
-def _goes_on(flight: Flight) -> bool:
-    """A later hop of a chain of gathers."""
-    return any(f.climbs for f in flight.after)
-
-
-def _rest(flights: Sequence[Flight], us: Cost) -> dict[Flight, float]:
-    """Of each flight and those that follow it directly, together."""
-    rest = {flight: float(us(flight.start)) for flight in flights}
-    for flight in reversed(flights):
-        for earlier in flight.after:
-            rest[earlier] = max(rest[earlier], us(earlier.start) + rest[flight])
-    return rest
-
-
-def _claims(flights: Sequence[Flight]) -> dict[Flight, int]:
-    """Bytes of the last value of the chain that a flight begins."""
-    claims = {flight: _bytes(flight.start) for flight in flights}
-    for flight in reversed(flights):
-        for earlier in flight.after:
-            claims[earlier] = max(claims[earlier], claims[flight])
-    return claims
-
-
-def _bytes(node: fx.Node) -> int:
-    return prod(node.meta["val"].shape) * node.meta["val"].element_size()

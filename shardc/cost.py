@@ -35,7 +35,6 @@ import torch
 
 from passes.layout import Layout
 from passes.wire import CASTS, LARGEST, Wires, message_bytes
-from shardc.model import compute_dtype
 from shardc.plan import Parameter, Plan
 from shardc.times import is_faster_flat
 from shardc.topology import Topology
@@ -116,7 +115,7 @@ def crossing(moved: Moved, topology: Topology) -> dict[str, float]:
 def _sent(plan: Plan, layout: Layout, parameter: Parameter) -> Iterator[tuple[str, str, int]]:
     """(move, axis, bytes) of every hop of one parameter."""
     _, dtype, trainable = parameter
-    weight = compute_dtype(plan, dtype)
+    weight = plan.compute_dtype(dtype)
     gradient = plan.reduce_dtype or weight
     wires = plan.wires(layout.name, dtype, trainable)
     row = (layout.params, layout.after_forward, layout.grads, layout.optim)

@@ -74,20 +74,15 @@ def params_of(plan: Plan, parameters: dict[str, nn.Parameter]) -> dict[str, Para
 
 
 def _param(plan: Plan, layout: Layout, master: torch.dtype, scale: float) -> Param:
-    compute = compute_dtype(plan, master)
+    compute = plan.compute_dtype(master)
     rest = compute if layout.params < layout.optim else master
     wires = plan.wires(layout.name, master, layout.trainable)
     return Param(layout, rest, plan.reduce_dtype or compute, master, scale, wires)
 
 
-def compute_dtype(plan: Plan, master: torch.dtype) -> torch.dtype:
-    """What the model computes in: `param_dtype` for floating parameters."""
-    return plan.param_dtype if plan.param_dtype and master.is_floating_point else master
-
-
 def hollows(plan: Plan, parameters: dict[str, nn.Parameter], device: torch.device) -> dict[str, nn.Parameter]:
     """A stand-in without storage for each parameter, in the compute dtype."""
-    return {n: hollow(p.shape, compute_dtype(plan, p.dtype), device, p.requires_grad) for n, p in parameters.items()}
+    return {n: hollow(p.shape, plan.compute_dtype(p.dtype), device, p.requires_grad) for n, p in parameters.items()}
 
 
 # Values at start

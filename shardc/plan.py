@@ -15,16 +15,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import torch
 
 from passes.errors import Error
-from passes.feedback import residual_shapes
 from passes.layout import Layout
 from passes.wire import FORMATS, LARGEST, NONE, Wires, narrower
+from shardc.rest import dtype_name, mib, rest_lines, state_bytes
 from shardc.topology import RungSpec, Topology
 
 if TYPE_CHECKING:
@@ -37,8 +36,6 @@ DTYPES = ("param_dtype", "reduce_dtype")
 WIRES = ("gather_wire", "reduce_wire", "wire_block", "wire_except", "error_feedback")
 PARO = ("NNN", "NNI", "NII", "INI", "III", "NNG", "NIG", "NGG", "ING", "IIG", "IGG", "GNG", "GIG", "GGG")
 """PaRO's strategies (arXiv 2310.06003): letters for params, grads, optim."""
-
-MIB = 2**20
 
 WIRE_EXCEPT = ("*norm*", "*bias", "*embed*", "*ln_*", "*wte*", "*wpe*")
 """Norms, biases and embeddings: small, or sensitive."""
@@ -189,11 +186,15 @@ class Plan:
         floating number, travels as it is; so do gradients that an override has all-reduced over an axis."""
         if not dtype.is_floating_point or any(fnmatchcase(name, pattern) for pattern in self.wire_except):
             return NONE
-        compute = self.param_dtype or dtype
+        compute = self.compute_dtype(dtype)
         scattered = {axis for axis, _ in self.topology.inner[: self.row(name, trainable).optim]}
         gather = tuple(it for it in self.gather_wire if narrower(it[1], compute))
         reduce = tuple(it for it in self.reduce_wire if narrower(it[1], self.reduce_dtype or compute))
         return Wires(gather, tuple(it for it in reduce if it[0] in scattered), self.wire_block)
+
+    def compute_dtype(self, master: torch.dtype) -> torch.dtype:
+        """What the model computes in: `param_dtype` for floating parameters."""
+        return self.param_dtype if self.param_dtype and master.is_floating_point else master
 
     def layouts(self, parameters: Mapping[str, tuple[tuple[int, ...], bool]]) -> dict[str, Layout]:
         """The layout of each parameter, given as (full shape, trainable) by name.
@@ -220,36 +221,7 @@ class Plan:
 
         `named` gives (full shape, master dtype, trainable) by name; the bytes are those of `state_bytes`.
         """
-        size = state_bytes(self, named, optimizer_states)
-        held = held_bytes(self, named)
-        lines = [str(self), "", f"{'state':<14} {'rung':<16} {'ranks a copy':>12} {'MiB a rank':>12}  what"]
-        lines += [
-            self._line("params", size["copies"], self._copies_note(size["copies"])),
-            self._line("after_forward", held, _held_note(held)),
-            self._line("grads", size["accumulators"], self._accumulators_note(size)),
-            self._line("optim", size["master"] + size["optimizer"], _split_note(size)),
-        ]
-        if self.error_feedback:
-            lines.append(_sum_line("residuals", size["residuals"], "of gradients that go down in a wire"))
-        lines.append(_sum_line("at rest", sum(size.values()), "with .grad, without after_forward"))
-        return "\n".join(lines + self._override_lines())
-
-    def _line(self, state: str, size_bytes: int, note: str) -> str:
-        rung = getattr(self, state)
-        name, shared = self.topology.rung_name(rung), self.topology.shared_by(rung)
-        return f"{state:<14} {name:<16} {shared:>12} {_mib(size_bytes):>12}  {note}"
-
-    def _copies_note(self, copies_bytes: int) -> str:
-        if not copies_bytes:
-            return "same as optim"
-        return "compute copies in " + (_dtype_name(self.param_dtype) or "the dtype of the master")
-
-    def _accumulators_note(self, size: dict[str, int]) -> str:
-        grad = f".grad {_mib(size['grads'])} on optim's rung"
-        if not size["accumulators"]:
-            return "the accumulator is .grad; " + grad
-        dtype = _dtype_name(self.reduce_dtype or self.param_dtype) or "the dtype of the master"
-        return f"accumulators in {dtype}; {grad}"
+        return "\n".join([str(self), "", *rest_lines(self, named, optimizer_states), *self._override_lines()])
 
     def _override_lines(self) -> list[str]:
         lines = [f"  {pattern}: {_spelled(self.topology, changes)}" for pattern, changes in self.overrides]
@@ -263,7 +235,7 @@ class Plan:
             **{state: named(rung) for state, rung in self.default._asdict().items()},
             # A list, because the order of overrides matters and JSON objects have none.
             "overrides": [[pattern, {state: named(rung) for state, rung in row}] for pattern, row in self.overrides],
-            **{key: _dtype_name(getattr(self, key)) for key in DTYPES},
+            **{key: dtype_name(getattr(self, key)) for key in DTYPES},
             "reduce": self.reduce,
             "memory_limit": self.memory_limit,
             "gather_wire": dict(self.gather_wire),
@@ -316,10 +288,10 @@ class Plan:
     def __str__(self) -> str:
         row = zip(STATES, self.default, strict=True)
         text = f"{_spelled(self.topology, row)} on " + " x ".join(f"{n}={s}" for n, s in self.topology.inner[::-1])
-        names = {key: _dtype_name(getattr(self, key)) for key in DTYPES}
+        names = {key: dtype_name(getattr(self, key)) for key in DTYPES}
         text += "".join(f", {key} {name}" for key, name in names.items() if name)
         text += ", gradients summed" * (self.reduce == "sum")
-        text += f", at most {_mib(self.memory_limit)} MiB a rank" if self.memory_limit is not None else ""
+        text += f", at most {mib(self.memory_limit)} MiB a rank" if self.memory_limit is not None else ""
         text += {"hop": "", "flat": ", flat", "auto": ", flat where that is faster"}[self.chain]
         for what, wire in (("gathers", self.gather_wire), ("reduces", self.reduce_wire)):
             text += "".join(f", {what} over {axis} in {form}" for axis, form in wire)
@@ -438,55 +410,6 @@ def _quantized(topology: Topology) -> dict[str, Any]:
 _SAVE = "write it with Plan.save(path)"
 
 
-def state_bytes(plan: Plan, named: Mapping[str, Parameter], optimizer_states: int = 2) -> dict[str, int]:
-    """Bytes that one rank holds at rest under a plan, by kind; the interior padding of uneven rows counts.
-
-    `named` gives (full shape, master dtype, trainable) by name.
-    - master: parameters on the optim rung.
-    - optimizer: `optimizer_states` values like the master for each trainable element (2 for Adam).
-    - copies: compute parameters on the params rung in `param_dtype`, where params is below optim.
-    - accumulators: gradients on the grads rung in `reduce_dtype`, where grads is not optim.
-    - grads: `.grad`, on the optim rung in the dtype of the master.
-    - residuals: what reductions have lost, in float32, where the plan has `error_feedback`.
-    """
-    total = dict.fromkeys(("master", "optimizer", "copies", "accumulators", "grads", "residuals"), 0)
-    layouts = plan.layouts({name: (shape, trainable) for name, (shape, _, trainable) in named.items()})
-    for name, layout in layouts.items():
-        for kind, size in _layout_bytes(plan, layout, named[name][1], optimizer_states).items():
-            total[kind] += size
-    return total
-
-
-def _layout_bytes(plan: Plan, layout: Layout, dtype: torch.dtype, optimizer_states: int) -> dict[str, int]:
-    own, copy = prod(layout.rung_shape(layout.optim)), prod(layout.rung_shape(layout.params))
-    accumulator = prod(layout.rung_shape(layout.grads)) * (layout.grads != layout.optim)
-    wires = plan.wires(layout.name, dtype, layout.trainable) if plan.error_feedback else NONE
-    wire = plan.reduce_dtype or plan.param_dtype or dtype
-    return {
-        "master": own * dtype.itemsize,
-        "optimizer": own * dtype.itemsize * optimizer_states * layout.trainable,
-        "copies": copy * _compute_dtype(plan, dtype).itemsize * (layout.params < layout.optim),
-        "accumulators": accumulator * wire.itemsize,
-        "grads": own * dtype.itemsize * layout.trainable,
-        "residuals": sum(4 * prod(shape) for shape in residual_shapes(layout, wires)),
-    }
-
-
-def held_bytes(plan: Plan, named: Mapping[str, Parameter]) -> int:
-    """Bytes of the values that the forward hands to the backward because after_forward is below params."""
-    layouts = plan.layouts({name: (shape, trainable) for name, (shape, _, trainable) in named.items()})
-    return sum(
-        prod(layout.rung_shape(layout.after_forward)) * _compute_dtype(plan, named[name][1]).itemsize
-        for name, layout in layouts.items()
-        if layout.after_forward < layout.params
-    )
-
-
-def _compute_dtype(plan: Plan, dtype: torch.dtype) -> torch.dtype:
-    """Integer parameters (frozen, quantised) are never cast."""
-    return plan.param_dtype or dtype if dtype.is_floating_point else dtype
-
-
 def _as_lines(plan: Plan, named: Mapping[str, Parameter] | None, micro_batches: int) -> dict[str, str]:
     """What `Plan.diff` compares."""
     from shardc.cost import step_bytes
@@ -502,9 +425,9 @@ def _as_lines(plan: Plan, named: Mapping[str, Parameter] | None, micro_batches: 
     for key in (*DTYPES, "reduce", "memory_limit", *WIRES, "chain"):
         lines[key] = str(getattr(plan, key))
     if named is not None:
-        lines |= {f"MiB at rest, {kind}": _mib(n) for kind, n in state_bytes(plan, named).items()}
+        lines |= {f"MiB at rest, {kind}": mib(n) for kind, n in state_bytes(plan, named).items()}
         sent = step_bytes(plan, named, micro_batches)
-        lines |= {f"MiB sent a step, {move} over {axis}": _mib(n) for (move, axis), n in sent.items() if n}
+        lines |= {f"MiB sent a step, {move} over {axis}": mib(n) for (move, axis), n in sent.items() if n}
     return lines
 
 
@@ -666,28 +589,8 @@ def _dtype(key: str, name: object) -> torch.dtype | None:
     return dtype
 
 
-def _dtype_name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
 def _spelled(topology: Topology, row: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{state} {topology.rung_name(rung)}" for state, rung in row)
-
-
-def _sum_line(what: str, size_bytes: int, note: str) -> str:
-    return f"{what:<14} {'':<16} {'':>12} {_mib(size_bytes):>12}  {note}"
-
-
-def _held_note(held_bytes: int) -> str:
-    return "held from a forward to its backward" if held_bytes else "nothing more than params"
-
-
-def _split_note(size: dict[str, int]) -> str:
-    return f"master {_mib(size['master'])} + optimizer {_mib(size['optimizer'])}"
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / MIB:.2f}"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -18,8 +18,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import nn
 
 from shardc.cost import by_axis, step_bytes
-from shardc.plan import Parameter, Plan, held_bytes, state_bytes
+from shardc.plan import Parameter, Plan
 from shardc.predict import Prediction, Predictor
+from shardc.rest import held_bytes, state_bytes
 from shardc.times import bandwidth_us
 
 WORTH = 0.01

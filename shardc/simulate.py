@@ -14,8 +14,8 @@ from torch import fx
 
 from passes import ops
 from passes.errors import Error
+from passes.flights import LanesOf, axes_of
 from passes.regions import blocks
-from passes.schedule import LanesOf, axes_of
 from shardc.bound import bound_of
 from shardc.footprint import footprint
 from shardc.program import Program, Variant

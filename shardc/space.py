@@ -29,12 +29,11 @@ from torch import fx, nn
 
 from passes import ops
 from passes.build import outputs, placeholders
+from passes.flights import Flight, lay_out
 from passes.memory import lives
-from passes.schedule import Flight, lay_out
 from passes.turn import from_params
 from passes.wire import BITS, CASTS, SCALE_BYTES
 from shardc.cost import MOVES
-from shardc.model import compute_dtype
 from shardc.plan import Plan
 from shardc.predict import Predictor
 from shardc.program import Program, Variant
@@ -399,7 +398,7 @@ def _ends(program: Program, half: str) -> list[Flight]:
 
 
 def _group(base: Plan, name: str, parameter: nn.Parameter, which: Mapping[str, bool]) -> Group:
-    weight = compute_dtype(base, parameter.dtype)
+    weight = base.compute_dtype(parameter.dtype)
     return Group(
         parameter.shape[0] if parameter.ndim else 1,
         parameter.dtype.itemsize,

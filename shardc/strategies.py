@@ -10,7 +10,8 @@ import torch
 
 from passes.errors import Error
 from shardc.cost import crossing, step_bytes
-from shardc.plan import PARO, Parameter, Plan, state_bytes
+from shardc.plan import PARO, Parameter, Plan
+from shardc.rest import state_bytes
 from shardc.topology import Topology
 
 

@@ -17,7 +17,7 @@ from passes.wire import dequantize, lost, quantize
 from shardc.footprint import RESIDUALS, footprint
 from shardc.links import Device, Link
 from shardc.model import runtime_of
-from shardc.plan import state_bytes
+from shardc.rest import state_bytes
 from shardc.simulate import calls_of
 from shardc.testing import run_ranks
 from world import run

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from passes.errors import Error
-from shardc.plan import PARO, Plan, Row, state_bytes
+from shardc.plan import PARO, Plan, Row
+from shardc.rest import state_bytes
 from shardc.topology import Topology
 
 TWO = Topology(node=2, gpu=4)

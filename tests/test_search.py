@@ -17,9 +17,10 @@ from shardc.__main__ import main
 from shardc.cost import step_bytes
 from shardc.links import Device, Link
 from shardc.model import named
-from shardc.plan import bytes_of, state_bytes
+from shardc.plan import bytes_of
 from shardc.predict import Prediction, Predictor, predicted
 from shardc.refine import Cost, _solved, refined
+from shardc.rest import state_bytes
 from shardc.search import TOLERANCE, Found
 from shardc.space import Factors, Space, Wiring, facts_of, rows, wirings
 from shardc.times import bandwidth_us

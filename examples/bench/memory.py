@@ -19,7 +19,8 @@ import torch.distributed as dist
 from llama import Config, Llama
 
 import shardc
-from shardc.plan import Plan, state_bytes
+from shardc.plan import Plan
+from shardc.rest import state_bytes
 
 TOPOLOGY = shardc.Topology(node=2, gpu=2)
 PLANS = {
