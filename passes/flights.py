@@ -200,7 +200,7 @@ def _dues(flight: Flight, number: dict[fx.Node, int], owner: dict[fx.Node, Fligh
                 yield owner[user].due
 
 
-def least_us(flights: Sequence[Flight], us: Cost) -> dict[Flight, float]:
+def rest_us(flights: Sequence[Flight], us: Cost) -> dict[Flight, float]:
     """Of each flight and those that follow it directly, together."""
     found = {flight: float(us(flight.start)) for flight in flights}
     for flight in reversed(flights):

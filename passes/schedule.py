@@ -53,7 +53,7 @@ from torch import fx
 
 from passes import ops
 from passes.build import rearrange
-from passes.flights import Cost, Flight, LanesOf, axes_of, bytes_of, claimed_bytes, lay_out, least_us, needed_bytes
+from passes.flights import Cost, Flight, LanesOf, axes_of, bytes_of, claimed_bytes, lay_out, needed_bytes, rest_us
 
 MARGIN = 0.25
 """By so much of its time a stretch may take longer than it should before a lane is idle for want of a hop."""
@@ -141,12 +141,14 @@ def _telling(flights: Sequence[Flight]) -> list[Rules]:
 
 @dataclass
 class Lane:
+    """By the clock."""
+
     left_us: float = 0.0
     """that it is yet to be busy for"""
     free_us: float = 0.0
     """when it has ended what it has"""
     passed_us: float = -inf
-    """by the clock: it has ended what it had then, for that was waited for"""
+    """it has ended what it had then, for that was waited for"""
     gathers: int = 0
     """that are yet to be waited for"""
 
@@ -157,7 +159,7 @@ def _lanes(flights: Sequence[Flight], us: Cost) -> dict[str, Lane]:
         for name in flight.lanes:
             lanes[name].left_us += us(flight.start)
             lanes[name].gathers += flight.climbs
-    return lanes
+    return dict(lanes)
 
 
 class Pile:
@@ -209,7 +211,7 @@ class Lanes:
         self.takes_us = [sum(map(us, nodes)) if us else 1.0 for nodes in stretches]
         self.begin_us = [0.0, *accumulate(self.takes_us)]
         """of each stretch, were there no hops"""
-        self.rest_us, self.claims = least_us(flights, self.us), claimed_bytes(flights)
+        self.rest_us, self.claims = rest_us(flights, self.us), claimed_bytes(flights)
         self.window_bytes = needed_bytes(flights, 4) if window_bytes is None else window_bytes
         self.crowd_bytes = min(needed_bytes(flights, 2), self.window_bytes)
         """of gradients that may wait for gathers"""
