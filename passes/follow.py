@@ -126,6 +126,12 @@ def route_of(layout: Layout, synced: bool) -> tuple[Step, ...]:
     return tuple(route)
 
 
+def stops_at_sum(layout: Layout) -> bool:
+    """Whether a gradient has hops before it is added to an accumulator, and behind."""
+    before, whole = len(route_of(layout, synced=False)), len(route_of(layout, synced=True))
+    return 0 < before < whole
+
+
 def gradient_of(layout: Layout, synced: bool) -> Gradient:
     """A gradient at rest on the grads rung, or on the optim rung and whole."""
     rung = layout.optim if synced else layout.grads

@@ -23,6 +23,7 @@ from passes.errors import Error
 from passes.excerpt import excerpt, needed
 from passes.exchange import exchange
 from passes.feedback import feedback
+from passes.follow import stops_at_sum
 from passes.fuse import fuse
 from passes.insert import Param
 from passes.layout import Layout
@@ -198,23 +199,31 @@ class Program:
         pace = self.pace[half]
         return {n: t if ops.is_start(n) else pace.us.get(n.name, t * pace.copies) for n, t in us.items()}
 
-    def _whole(self, half: str) -> Variant:
-        """The call of a half that has all hops."""
-        return next(variant for variant in self.step() if variant.half == half)
+    def _shares(self, variant: Variant) -> str:
+        """Calls of the same answer go by the same orders. Where gradients are summed half way to the optim rung, what
+        is sent on waits for the sum: in the order of a call without sums compute would stand still for that."""
+        stops = variant.synced and any(stops_at_sum(p.layout) for _, p in variant.accumulated)
+        return variant.half + ", sums" * stops
+
+    def _whole(self, variant: Variant) -> Variant:
+        """The call that has all hops, of those that share orders with one; itself, where only other programs' gradients
+        are summed."""
+        calls = (*self.step(), *self.step(2))
+        return next((v for v in calls if self._shares(v) == self._shares(variant)), variant)
 
     def _finish(self, variant: Variant) -> fx.Graph:
         """Bucketed, scheduled, and in the order that the ranks agreed on; where they have none yet, they do now: on
         that of the call that has all hops, or on this one's, where it brings sums of other programs to the optim rung,
         too."""
-        graph, half = self.draft(variant), variant.half
-        order, whole = self.orders.find(half, graph), self._whole(half)
+        graph, shared = self.draft(variant), self._shares(variant)
+        order, whole = self.orders.find(shared, graph), self._whole(variant)
         if order is None and variant != whole:
             self.graph(whole)
-            order = self.orders.find(half, graph)
+            order = self.orders.find(shared, graph)
         if order is None:
             own = self.scheduled(copy(graph), variant)
-            self.orders.decide(half, collective_order(own))
-            order = self.orders.find(half, graph)
+            self.orders.decide(shared, collective_order(own))
+            order = self.orders.find(shared, graph)
             assert order is not None
             if order == collective_order(own):
                 return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -33,14 +34,15 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randint(17, (LENGTHS[step, rank],), generator=generator)
 
 
-def alone() -> list[float]:
+def alone(micro_batches: int) -> list[float]:
     """One process, all ranks' batches one after the other."""
     torch.manual_seed(0)
     model = Ragged()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     losses = []
-    for step in range(4):
-        total = sum(model(batch(step, rank)) for rank in range(4)) / 4
+    for first in range(0, 4, micro_batches):
+        steps = range(first, first + micro_batches)
+        total = sum(model(batch(step, rank)) for step in steps for rank in range(4)) / 4
         total.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -48,27 +50,31 @@ def alone() -> list[float]:
     return losses
 
 
-def ragged() -> list[float]:
+def ragged(micro_batches: int) -> list[float]:
     torch.manual_seed(0)
     topology = shardc.Topology(node=2, gpu=2)
     plan = shardc.Plan.paro(topology, "IIG")
     model = shardc.compile(Ragged(), plan, backend="eager", progress=lambda text: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     losses = []
-    for step in range(4):
-        loss = model(batch(step, dist.get_rank()))
-        loss.backward()
+    for first in range(0, 4, micro_batches):
+        mean = torch.zeros(())
+        for step in range(first, first + micro_batches):
+            model.set_requires_gradient_sync(step == first + micro_batches - 1)
+            loss = model(batch(step, dist.get_rank()))
+            loss.backward()
+            mean += loss.detach() / 4
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach() / 4
         dist.all_reduce(mean)
         losses.append(mean.item())
     return losses
 
 
-def test_every_rank_feeds_its_own_lengths_changing_every_step():
-    for losses in run(ragged, 4):
-        torch.testing.assert_close(losses, alone(), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_every_rank_feeds_its_own_lengths_changing_every_step(micro_batches: int):
+    for losses in run(ragged, 4, micro_batches):
+        torch.testing.assert_close(losses, alone(micro_batches), rtol=1e-5, atol=1e-6)
 
 
 class TwoOrders(nn.Module):

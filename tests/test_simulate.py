@@ -172,6 +172,30 @@ def test_a_library_that_stages_has_a_buffer_more_for_the_hop_that_it_is_at() -> 
     assert staged.end_bytes == plain.end_bytes
 
 
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("factors", [(2, 2, 8), (4, 4, 4)])
+def test_a_sum_between_two_hops_of_a_gradient_holds_up_compute_no_more_than_none(factors: tuple[int, int, int]) -> None:
+    """An order made for hops that follow each other at once would have compute wait for each, to add it."""
+    slow = shardc.Topology(node=4, gpu=2).with_links(TOPOLOGY.computes, node=Link(0.3, 1.0), gpu=Link(1.5, 1.0))
+    program = shardc.trace(Deep(), shardc.Plan.amsp(slow, *factors), torch.empty(64, 64), keep=False)
+    waits_us = []
+    for micro_batches in (1, 2):
+        events = simulate(program, micro_batches=micro_batches).events
+        last = [e.graph for e in events if e.graph.startswith("backward")][-1]
+        waits_us.append(sum(e.exposed_us for e in events if e.graph == last))
+    assert waits_us[1] <= waits_us[0]
+
+
 # A limit of memory
 
 

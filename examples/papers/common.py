@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+from llama import Config, Llama
+
 from shardc import Plan, Topology
 from shardc.look import GPT
-from shardc.predict import Predictor
+from shardc.predict import Prediction, Predictor
+
+
+def llama(config: Config) -> Llama:
+    with torch.device("meta"):
+        return Llama(config)
 
 
 def gpt(layers: int, dim: int, heads: int, vocab: int = 50304) -> GPT:
@@ -32,10 +43,10 @@ class Constants(NamedTuple):
     """of the bandwidth between hosts"""
 
 
-def machine(preset: str, nodes: int, constants: Constants) -> Topology:
-    """A preset with fitted constants."""
+def machine(preset: str, nodes: int, constants: Constants, **links: float) -> Topology:
+    """A preset with fitted constants. `links`: other bandwidths than the preset's, GB/s a rank, before fitting."""
     shape = Topology.preset(preset, nodes=nodes)
-    found = dict(shape.links)
+    found = {axis: replace(link, gb_per_s=links.get(axis, link.gb_per_s)) for axis, link in shape.links}
     found["node"] = replace(found["node"], gb_per_s=found["node"].gb_per_s * constants.node)
     return shape.with_links(replace(shape.computes, efficiency=constants.efficiency), **found)
 
@@ -65,3 +76,10 @@ def compared(paper: float | None, ours: float, form: str = ".0f") -> tuple[str, 
     if paper is None:
         return "-", f"{ours:{form}}", "-"
     return f"{paper:{form}}", f"{ours:{form}}", f"{ours / paper:.2f}"
+
+
+def refresh_apart(prediction: Prediction) -> float:
+    """Microseconds of the step, were nothing computed while parameters are refreshed."""
+    moved = sum(us for (move, _), us in prediction.moves_us.items() if move == "refresh")
+    exposed = sum(us for (move, _), us in prediction.exposed_us.items() if move == "refresh")
+    return prediction.step_us + moved - exposed

@@ -4,7 +4,7 @@
 
 A GPT of NeoX-20B's shape (44 layers of 6144, sequences of 2048) on 48 hosts of 4 x 2 GCDs (`frontier` of shardc.links).
 Reported: 1.71x ZeRO++ and 2.4x ZeRO-3 in throughput, and a scaling efficiency of 0.94 up to 384 GCDs. Sequences and
-micro-batches a GCD are not; so there are rows for several. No memory limit is set: ZeRO-3 gathers ahead as it likes.
+micro-batches a GCD are not; so there are rows for several. What is gathered ahead is bounded by the 64 GB of a GCD.
 Fitted: the part of the bandwidth between hosts that is reached, on the 2.4 of one micro-batch of one sequence. The
 placement is what is known of it: parameters in a package, gradients in a node, the optimizer over all; int8 gathers,
 int4 reductions.
@@ -26,9 +26,11 @@ def main() -> None:
     given = Setup(gpt(LAYERS, DIM, HEADS), (ids(1, SEQUENCE),))
     predictor = given.predictor(machine("frontier", 1, MI250X))
     topology, rows = machine("frontier", 48, MI250X), []
+    limit = int(topology.computes.memory_gb * 1e9)
     for micro_batches in (1, 2, 4, 8):
         found = {
-            name: predictor(make(topology, param_dtype=given.dtype), micro_batches) for name, make in STRATEGIES.items()
+            name: predictor(make(topology, param_dtype=given.dtype), micro_batches, memory_bytes=limit)
+            for name, make in STRATEGIES.items()
         }
         ours = found["3 levels"]
         for name, it in found.items():
@@ -48,7 +50,7 @@ def main() -> None:
     rates = {}
     for nodes in (1, 2, 6, 12, 24, 48):
         plan = Plan.frontier(machine("frontier", nodes, MI250X), param_dtype=given.dtype)
-        rates[8 * nodes] = SEQUENCE / predictor(plan).step_us * 1e6
+        rates[8 * nodes] = SEQUENCE / predictor(plan, memory_bytes=limit).step_us * 1e6
     first = rates[16]
     rows = [(gcds, f"{rate:.0f}", f"{rate / first:.2f}") for gcds, rate in rates.items()]
     print(table(("GCDs", "tokens/s/GCD", "of that at 16"), rows))
