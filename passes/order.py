@@ -2,8 +2,7 @@
 
 The order (which also says what is bucketed) is decided once, by rank 0, for all ranks; for backwards that add gradients
 half way to the optim rung a second time, before the first of them. `align` brings a graph traced for another shape to
-that order, by a stable topological sort with one more dependency: each start comes after the
-start before it.
+that order, by a stable topological sort with one more dependency: each start comes after the start before it.
 
     def forward(w: f32[4, 8], v: f32[4, 8], x: f32[4, 8]):
         a: f32[8, 8] = all_gather(w, 'gpu', 2, purpose='gather', params=['w'], again=True)

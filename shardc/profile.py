@@ -117,7 +117,7 @@ def _as_it_was(model: nn.Module, runtime: Runtime, device: torch.device) -> Iter
     """Inside there are no gradients and backwards sync; afterwards all is what it was before."""
     held = [(p, p.tensor.grad, p.accumulator, p.synced_grad) for p in runtime.params.values()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    syncing, runtime.syncing = runtime.syncing, True
+    (syncing, runtime.syncing), (first, runtime.first) = (runtime.syncing, True), (runtime.first, True)
     residuals, runtime.residuals = runtime.residuals, {}
     for p, *_ in held:
         p.tensor.grad = p.accumulator = p.synced_grad = None
@@ -125,7 +125,7 @@ def _as_it_was(model: nn.Module, runtime: Runtime, device: torch.device) -> Iter
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
-        runtime.syncing, runtime.residuals = syncing, residuals
+        runtime.syncing, runtime.first, runtime.residuals = syncing, first, residuals
         for p, grad, accumulator, synced_grad in held:
             p.tensor.grad, p.accumulator, p.synced_grad = grad, accumulator, synced_grad
         with torch.no_grad():

@@ -58,6 +58,9 @@ class Variant:
     """accumulators that a backward adds to, by placeholder name"""
     synced: bool = False
     """a backward brings the sums to the optim rung"""
+    sums: bool = False
+    """others of its step came before it, whose gradients wait between two hops; on a rank that was told to drop them,
+    too, for orders are common to all"""
 
 
 @dataclass(frozen=True)
@@ -120,14 +123,25 @@ class Program:
         names = {n for n, p in self.params.items() if p.has_copy and (stale is None or p.layout.name in stale)}
         return self.graph(Variant("forward", stale=tuple(sorted(names))))
 
-    def variation(self, *, synced: bool, accumulated: Mapping[str, Param] | None = None) -> fx.Graph:
+    def variation(
+        self, *, synced: bool, accumulated: Mapping[str, Param] | None = None, first: bool | None = None
+    ) -> fx.Graph:
         """The backward that adds to the accumulators `accumulated` (by placeholder name; by default to those of all
-        parameters that it has gradients for) and, if `synced`, brings the sums to the optim rung."""
+        parameters that it has gradients for) and, if `synced`, brings the sums to the optim rung. It is the `first` of
+        its step where it adds to none, unless that is said: ranks must agree on that, not on what has accumulated."""
         if self.halves[1] is None:
             raise Error("This program has no backward: nothing in it is trained.")
         if accumulated is None:
             accumulated = self._accumulators
-        return self.graph(Variant("backward", accumulated=tuple(accumulated.items()), synced=synced))
+        return self.graph(self._backward(synced, accumulated, not accumulated if first is None else first))
+
+    def _backward(self, synced: bool, accumulated: Mapping[str, Param], first: bool) -> Variant:
+        sums = synced and not first and self._stops_at_sums
+        return Variant("backward", accumulated=tuple(accumulated.items()), synced=synced, sums=sums)
+
+    @cached_property
+    def _stops_at_sums(self) -> bool:
+        return any(stops_at_sum(p.layout) for p in self.registered.values() if p.layout.trainable)
 
     @property
     def _accumulators(self) -> dict[str, Param]:
@@ -140,8 +154,8 @@ class Program:
         for i in range(micro_batches):
             found.append(Variant("forward", stale=() if i else stale))
             if self.halves[1] is not None:
-                accumulated = tuple(self._accumulators.items()) if i else ()
-                found.append(Variant("backward", accumulated=accumulated, synced=i == micro_batches - 1))
+                accumulated = self._accumulators if i else {}
+                found.append(self._backward(i == micro_batches - 1, accumulated, first=not i))
         return found
 
     def graph(self, variant: Variant) -> fx.Graph:
@@ -202,8 +216,7 @@ class Program:
     def _shares(self, variant: Variant) -> str:
         """Calls of the same answer go by the same orders. Where gradients are summed half way to the optim rung, what
         is sent on waits for the sum: in the order of a call without sums compute would stand still for that."""
-        stops = variant.synced and any(stops_at_sum(p.layout) for _, p in variant.accumulated)
-        return variant.half + ", sums" * stops
+        return variant.half + ", sums" * variant.sums
 
     def _whole(self, variant: Variant) -> Variant:
         """The call that has all hops, of those that share orders with one; itself, where only other programs' gradients

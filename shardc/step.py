@@ -126,6 +126,8 @@ class Runtime:
     stale: set[str] = field(default_factory=set)
     """parameters whose copy is older than their optim shard"""
     syncing: bool = True
+    first: bool = True
+    """no backward without sync came since the last one with: equal on all ranks, unlike what has accumulated"""
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     """what reductions have lost, to be added to the next ones; by placeholder name"""
     latest: weakref.ref[Step] | None = None
@@ -346,6 +348,7 @@ class Step:
         runtime.notice_cleared()
         waiting = self._waiting(synced)
         graph, run = self._backward(synced, waiting)
+        runtime.first = synced
         residuals = [self._residual(node) for node in graph.find_nodes(op="placeholder") if feedback.residual_of(node)]
         args = [*saved, *self._as_traced(tangents), *(p.take() for p in waiting.values()), *residuals]
         saved.clear()
@@ -379,10 +382,11 @@ class Step:
         return torch.zeros(node.meta["val"].shape, device=self.device) if value is None else value
 
     def _backward(self, synced: bool, waiting: dict[str, Sharded]) -> tuple[fx.Graph, Run]:
-        key = (synced, *waiting)
+        first = self.runtime.first
+        key = (synced, first, *waiting)
         if key not in self.backwards:
             accumulated = {n: p.param for n, p in waiting.items()}
-            self.backwards[key] = self.program.variation(synced=synced, accumulated=accumulated)
+            self.backwards[key] = self.program.variation(synced=synced, accumulated=accumulated, first=first)
         name = "backward" + "_accumulate" * bool(waiting) + "_sync" * synced
         return self.backwards[key], self.runtime.lowering(self.backwards[key], name)
 

@@ -98,7 +98,7 @@ def counted_cases() -> dict[tuple[str, bool], list[dict[str, int]]]:
 @pytest.fixture(scope="module")
 def measured() -> list[dict[tuple[str, bool], list[dict[str, int]]]]:
     """By rank; one launch for all cases."""
-    return run(counted_cases, TOPOLOGY.world, timeout_s=300)
+    return run(counted_cases, TOPOLOGY.world)
 
 
 @pytest.mark.slow

@@ -38,18 +38,18 @@ BF16_LIMIT = 1e-3
 def test_every_loop_trains_as_in_one_process(plan: shardc.Plan, loops: list[Loop]) -> None:
     """Each under one plan; `examples/bench/loops.py` has all."""
     names = [loop.__name__ for loop in loops]
-    assert too_far(run(run_loops, 2, names, plan, "eager", timeout_s=600)[0]) == {}
+    assert too_far(run(run_loops, 2, names, plan, "eager")[0]) == {}
 
 
 @pytest.mark.slow
 def test_compiled_loops_train_as_in_one_process() -> None:
     names = [loop.__name__ for loop in COMPILED]
-    assert too_far(run(run_loops, 2, names, IIG, "inductor", timeout_s=600)[0]) == {}
+    assert too_far(run(run_loops, 2, names, IIG, "inductor")[0]) == {}
 
 
 @pytest.mark.slow
 def test_every_optimizer_that_takes_dtensors_trains_as_in_one_process() -> None:
-    errors = run(run_optimizers, 2, timeout_s=600)[0]
+    errors = run(run_optimizers, 2)[0]
     assert errors.pop("Muon {}") <= BF16_LIMIT
     assert too_far(errors) == {}
 
@@ -81,7 +81,7 @@ def dynamic_lengths() -> tuple[list[float], int]:
 
 @pytest.mark.slow
 def test_dynamic_dims_take_one_program() -> None:
-    losses, programs = run(dynamic_lengths, 2, timeout_s=300)[0]
+    losses, programs = run(dynamic_lengths, 2)[0]
     torch.testing.assert_close(losses, of_lengths(small_gpt(), DYNAMIC))
     assert programs == 1
 
@@ -98,7 +98,7 @@ def bounded_lengths() -> tuple[int, list[str]]:
 
 @pytest.mark.slow
 def test_programs_are_bounded_on_each_rank_with_one_warning() -> None:
-    (few, silent), (bounded, warned) = run(bounded_lengths, 2, timeout_s=100)
+    (few, silent), (bounded, warned) = run(bounded_lengths, 2)
     assert (few, silent) == (1, [])
     assert bounded <= 2
     assert len(warned) == 1 and "was called with 2 signatures" in warned[0]

@@ -42,7 +42,7 @@ def test_every_model_trains_as_in_one_process(record_property: Callable[[str, ob
     topology = shardc.Topology(node=2, gpu=1)
     plans = list(plans_of(topology))
     cases = [Case(model, plans[i % len(plans)], "eager", 1 + i // 4 % 2) for i, model in enumerate(MODELS)]
-    errors = run(errors_of, 2, cases, topology, timeout_s=600)[0]
+    errors = run(errors_of, 2, cases, topology)[0]
     record_property("matrix", table(errors))
     assert too_far(errors) == {}
 
@@ -50,7 +50,7 @@ def test_every_model_trains_as_in_one_process(record_property: Callable[[str, ob
 @pytest.mark.slow
 def test_compiled_model_trains_as_in_one_process() -> None:
     cases = [Case("checkpointed gpt", "IIG", "inductor", 2)]
-    assert too_far(run(errors_of, 4, cases, TOPOLOGY, timeout_s=600)[0]) == {}
+    assert too_far(run(errors_of, 4, cases, TOPOLOGY)[0]) == {}
 
 
 # Dropout
@@ -65,7 +65,7 @@ def test_dropout_has_one_mask_for_forward_and_backward() -> None:
 @pytest.mark.slow
 def test_compiled_dropout_has_one_mask_for_forward_and_backward() -> None:
     cases = [("inductor", False), ("inductor", True)]
-    assert max(e for errors in run(dropout_errors, 4, cases, timeout_s=600) for e in errors) < LIMIT
+    assert max(e for errors in run(dropout_errors, 4, cases) for e in errors) < LIMIT
 
 
 def dropout_errors(cases: list[tuple[str, bool]]) -> list[float]:
@@ -129,7 +129,7 @@ def test_what_only_a_generator_can_repeat_is_saved() -> None:
 
 @pytest.mark.slow
 def test_start_on_meta_has_the_same_values_on_every_mesh() -> None:
-    run(start_on_meta, 4, timeout_s=300)
+    run(start_on_meta, 4)
 
 
 def start_on_meta() -> None:
@@ -179,7 +179,7 @@ def training_goes_on() -> None:
 
 @pytest.mark.slow
 def test_nothing_of_full_size_is_ever_allocated() -> None:
-    assert max(run(growth_mib, 4, timeout_s=300)) < 330
+    assert max(run(growth_mib, 4)) < 330
 
 
 def growth_mib() -> int:

@@ -199,8 +199,8 @@ def trained_errors(plans: list[shardc.Plan], backend: str, depth: int = 1) -> di
     return {spelled(p): worst_error(sharded(p, THRICE_THEN_ONCE, backend, depth), expected) for p in plans}
 
 
-def check(world: int, plans: list[shardc.Plan], backend: str, depth: int = 1, timeout_s: float = 300) -> None:
-    for errors_of_rank in run(trained_errors, world, plans, backend, depth, timeout_s=timeout_s):
+def check(world: int, plans: list[shardc.Plan], backend: str, depth: int = 1) -> None:
+    for errors_of_rank in run(trained_errors, world, plans, backend, depth):
         assert max(errors_of_rank.values()) < LIMIT, errors_of_rank
 
 
@@ -215,4 +215,4 @@ def test_real_processes_do_not_confuse_axes_of_unequal_size() -> None:
 @pytest.mark.slow
 def test_real_processes_train_as_one_process_when_compiled() -> None:
     """Two blocks, so that one compiled region serves both."""
-    check(4, REAL[:2], "inductor", depth=2, timeout_s=500)
+    check(4, REAL[:2], "inductor", depth=2)

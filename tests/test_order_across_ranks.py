@@ -77,6 +77,27 @@ def test_every_rank_feeds_its_own_lengths_changing_every_step(micro_batches: int
         torch.testing.assert_close(losses, alone(micro_batches), rtol=1e-5, atol=1e-6)
 
 
+def cleared_half_way() -> list[torch.Tensor]:
+    """The first micro-batch weighs nothing, so that the rank that drops its gradients changes none."""
+    torch.manual_seed(0)
+    plan = shardc.Plan.paro(shardc.Topology(node=2, gpu=2), "IIG")
+    model = shardc.compile(Ragged(), plan, backend="eager", progress=lambda text: None)
+    for step in range(2):
+        model.set_requires_gradient_sync(step == 1)
+        (step * model(batch(step, dist.get_rank()))).backward()
+        if step == 0 and dist.get_rank() == 0:
+            model.zero_grad()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_a_rank_that_drops_its_gradients_half_way_keeps_to_the_order_of_the_others():
+    torch.manual_seed(0)
+    model = Ragged()
+    (sum(model(batch(1, rank)) for rank in range(4)) / 4).backward()
+    for grads in run(cleared_half_way, 4):
+        torch.testing.assert_close(grads, [p.grad for p in model.parameters()], rtol=1e-5, atol=1e-6)
+
+
 class TwoOrders(nn.Module):
     """Long inputs use the parameters in another order than short ones."""
 

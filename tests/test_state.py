@@ -114,9 +114,9 @@ def test_training_goes_on_under_other_plans_meshes_and_worlds(
     tmp_path: Path, plans: list[shardc.Plan], asynchronously: bool
 ) -> None:
     path = str(tmp_path / "checkpoint")
-    expected = run(saved_half_way, 4, path, asynchronously, timeout_s=300)[0]
+    expected = run(saved_half_way, 4, path, asynchronously)[0]
     for plan in plans:
-        found = run(resumed, plan.topology.world, plan, path, timeout_s=300)[0]
+        found = run(resumed, plan.topology.world, plan, path)[0]
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
@@ -268,7 +268,7 @@ def peaks(directory: str) -> tuple[int, int]:
 def test_loading_takes_a_shard_and_a_full_state_dict_one_copy_on_rank_0(tmp_path: Path) -> None:
     save_file(wide().state_dict(), tmp_path / "model.safetensors")
     model, parameter = 48 * 4, 4
-    found = run(peaks, 4, str(tmp_path), timeout_s=300)
+    found = run(peaks, 4, str(tmp_path))
     assert max(load for load, _ in found) < 1.2 * model / 4 + 2 * parameter, found
     assert found[0][1] < 1.1 * model + 4 * parameter, found
     assert max(gather for _, gather in found[1:]) < 8 * parameter, found

@@ -40,8 +40,9 @@ class RankError(AssertionError):
     """A rank raised, died or did not finish; the message has its traceback."""
 
 
-def run(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
-    """`function(*args)` on `world` ranks of a Gloo process group; returns what each returns. Raises `RankError`."""
+def run(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 900.0) -> list[Any]:
+    """`function(*args)` on `world` ranks of a Gloo process group; returns what each returns. Raises `RankError`. The
+    limit ends what hangs: a slow machine that has other work may take minutes to compile."""
     import torch.distributed as dist
 
     # The store is this process's, as under torchrun: it outlives any rank.
