@@ -3,7 +3,7 @@
     bf16     half the bits of an f32: a cast, and back
     fp8      float8 e4m3
     int8     -127 to 127
-    int4     -7 to 7, two in a byte
+    int4     -7 to 7, one of a block's first half and one of its second in a byte
 
 The last three are scaled by block (ZeRO++, arXiv 2306.10209: symmetric, one scale a block): so many elements are
 divided by what makes the largest of them the largest number of the format. `quantize` makes a message of each piece of
@@ -27,11 +27,12 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-import torch.nn.functional as F
 
 CASTS = {"bf16": torch.bfloat16}
 LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 """What a block is scaled to, of formats that need scales."""
+MIDDLE = {"int8": 128.0, "int4": 8.0}
+"""What 0 is written as. Without signs, and without neighbours in one byte, compilers take many numbers at a time."""
 FORMATS = (*CASTS, *LARGEST)
 BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 SCALE_BYTES = 4
@@ -106,11 +107,17 @@ def quantized(x: torch.Tensor, wire: str, block: int, pieces: int) -> torch.Tens
     """The messages of a value, u8[pieces, bytes]: the numbers of all blocks, then their scales."""
     elements = x.numel() // pieces
     blocks = -(-elements // block)
-    filled = F.pad(x.reshape(pieces, elements).float(), (0, blocks * block - elements)).view(pieces, blocks, block)
+    filled = _filled_up(x.reshape(pieces, elements).float(), blocks * block).view(pieces, blocks, block)
     scale = filled.abs().amax(2) / LARGEST[wire]
     numbers = filled / torch.where(scale == 0, 1.0, scale).unsqueeze(2)
-    payload = _to_bytes(numbers.view(pieces, blocks * block), wire)
-    return torch.cat([payload, scale.view(torch.uint8)], 1)
+    return torch.cat([_to_bytes(numbers, wire).flatten(1), scale.view(torch.uint8)], 1)
+
+
+def _filled_up(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """Not padded: Inductor would have the condition in each kernel that reads a value, and compile for five times as
+    long."""
+    missing = length - rows.shape[1]
+    return torch.cat([rows, rows.new_zeros((rows.shape[0], missing))], 1) if missing else rows
 
 
 def restored(x: torch.Tensor, wire: str, block: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -119,7 +126,7 @@ def restored(x: torch.Tensor, wire: str, block: int, shape: Sequence[int], dtype
     elements = prod(shape) // pieces
     blocks = -(-elements // block)
     payload, scale = x.split_with_sizes([blocks * block * BITS[wire] // 8, blocks * SCALE_BYTES], 1)
-    numbers = _from_bytes(payload, wire).view(pieces, blocks, block)
+    numbers = _from_bytes(payload.reshape(pieces, blocks, -1), wire)
     filled = numbers * scale.contiguous().view(torch.float32).unsqueeze(2)
     return filled.view(pieces, blocks * block)[:, :elements].to(dtype).reshape(shape).contiguous()
 
@@ -133,20 +140,18 @@ def left_behind(x: torch.Tensor, wire: str, block: int, pieces: int) -> torch.Te
 def _to_bytes(numbers: torch.Tensor, wire: str) -> torch.Tensor:
     if wire == "fp8":
         return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
-    whole = numbers.round().to(torch.int8)
-    if wire == "int8":
-        return whole.view(torch.uint8)
-    pairs = (whole & 15).view(torch.uint8).view(*whole.shape[:-1], -1, 2)
-    return pairs[..., 0] | (pairs[..., 1] << 4)
+    whole = numbers.round() + MIDDLE[wire]
+    if wire == "int4":
+        low, high = whole.chunk(2, -1)
+        whole = low + 16 * high
+    return whole.to(torch.uint8)
 
 
 def _from_bytes(payload: torch.Tensor, wire: str) -> torch.Tensor:
     if wire == "fp8":
         return payload.contiguous().view(torch.float8_e4m3fn).float()
-    if wire == "int8":
-        return payload.contiguous().view(torch.int8).float()
-    halves = torch.stack([payload & 15, payload >> 4], -1).flatten(-2).float()
-    return torch.where(halves > 7, halves - 16, halves)
+    whole = torch.cat([payload & 15, payload >> 4], -1) if wire == "int4" else payload
+    return whole.float() - MIDDLE[wire]
 
 
 _library.impl("quantize", quantized, "CompositeExplicitAutograd")
