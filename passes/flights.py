@@ -18,7 +18,7 @@ from passes.follow import leading
 from passes.regions import blocks
 
 Cost = Callable[[fx.Node], float]
-"""Microseconds of a node; of a start, how long its hop is on its lane."""
+"""Microseconds of a node; of a start, how long its hop is on its lane; of a wait, what it holds up compute for."""
 LanesOf = Callable[[str], Sequence[str]]
 """By axis, or by "gpu+node"."""
 

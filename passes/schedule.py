@@ -472,7 +472,7 @@ class Lanes:
             lane.passed_us = max(end_us, lane.passed_us)
             lane.gathers -= flight.climbs
         if flight.wait:
-            self.now_us = max(self.now_us, end_us)
+            self.now_us = max(self.now_us, end_us) + self.us(flight.wait)
             self.nodes.append(flight.wait)
 
     def _compute(self, nodes: Sequence[fx.Node]) -> None:

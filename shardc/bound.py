@@ -73,9 +73,10 @@ class _Step:
             is_start = ops.is_start(node)
             if is_start and variant.half == "backward":
                 needs = needs + self.results
-            work = sent_us(node, self.topology) if is_start else us[node]
+            takes_us = 0.0 if ops.is_wait(node) else us[node]  # buckets launch less often
+            work = sent_us(node, self.topology) if is_start else takes_us
             lanes = self.topology.lanes(ops.hop(node).axis) if is_start else (COMPUTE,)
-            self.jobs.append(_Job(us[node], lanes, work, needs))
+            self.jobs.append(_Job(takes_us, lanes, work, needs))
         if variant.half == "backward":
             self.sums = {name: number[node] for name, node in outputs(graph).items()}
         else:

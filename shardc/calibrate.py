@@ -5,7 +5,8 @@
 Every axis, and all neighbouring ones together, are measured while all the groups along them are busy, which is how a
 step uses them. Of each kind of collective the time of a few sizes goes into a table; latency and bandwidth are fitted
 to the gathers and reduce-scatters, for sizes between and beyond. So it is with matrix products and copies of each rank,
-which all ranks make at the same time.
+which all ranks make at the same time. On CPUs a collective takes the thread that computes to issue; that is measured,
+too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -24,7 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from passes import ops
 from passes.errors import Error
+from shardc.lanes import Lane
 from shardc.links import Device, Link, Table, ring_steps
 from shardc.topology import Topology
 
@@ -60,7 +64,8 @@ def calibrate(
     for axes in topology.neighbours():
         group, size = topology.flat_group(axes), topology.group_size(axes)
         flat[axes] = fitted({kind: _table(kind, group, size, sizes, device, progress) for kind in KINDS}, size)
-    measured = _of_rank_0(topology.with_links(measured_device(device, progress), **links).with_flat(flat))
+    computes = replace(measured_device(device, progress), launch_us=launch_us(device, progress))
+    measured = _of_rank_0(topology.with_links(computes, **links).with_flat(flat))
     if out is not None and dist.get_rank() == 0:
         measured.save(out)
     return measured
@@ -155,6 +160,37 @@ PRODUCTS = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 10
 """Rows and columns of the matrices that are multiplied."""
 COPIED_BYTES = {"cuda": range(16, 31, 2), "cpu": range(13, 28, 2)}
 """powers of 2"""
+
+
+LAUNCHES = 50
+"""of which the median counts"""
+LAUNCHED = 4096
+"""values that each rank sends"""
+
+
+def launch_us(device: torch.device, progress: Say = lambda text: None) -> float:
+    """What a collective of the whole job takes of the thread that computes, on the slowest rank: to issue it, and to
+    wait for it when it is over. Matrix products before and meanwhile leave caches as a step does. On a GPU none: the
+    thread is ahead of what computes. All ranks call it together."""
+    if device.type == "cuda":
+        return 0.0
+    progress("measuring how long a collective takes to issue")
+    lane, a = Lane(dist.group.WORLD.group_name), torch.randn(256, 256)
+    hop = ops.Hop("all_gather", "world", dist.get_world_size(), "gather", ("launched",), again=False)
+    return slowest(median(_launch_us(lane, hop, a) for _ in range(LAUNCHES)), device)
+
+
+def _launch_us(lane: Lane, hop: ops.Hop, a: torch.Tensor) -> float:
+    x = torch.zeros(LAUNCHED)
+    a @ a
+    began = time.perf_counter()
+    flying = lane.start(hop, x)
+    issued = time.perf_counter()
+    while not flying.work.is_completed():  # type: ignore[union-attr]
+        a @ a
+    over = time.perf_counter()
+    flying.wait()
+    return (issued - began + time.perf_counter() - over) * 1e6
 
 
 def measured_device(device: torch.device, progress: Say = lambda text: None) -> Device:
@@ -268,5 +304,7 @@ def summary(topology: Topology) -> str:
     lines.append(
         f"{device.name}: {device.tflops:.2f} TFLOP/s in bf16, {device.slower_fp32:.1f} times as many as in fp32; "
         f"copies at {device.memory_gb_per_s:.0f} GB/s; {device.memory_gb:.1f} GB"
+        + f"; {device.launch_us:.0f} us to issue a collective"
+        * (device.launch_us > 0)
     )
     return "\n".join(lines)

@@ -93,6 +93,9 @@ class Device:
     tables: Mapping[str, Table] = field(default_factory=dict, hash=False)
     """of "products16" and "products32", by operations, and of "memory", by bytes read and written; where there is one,
     it counts and the rates do not"""
+    launch_us: float = 0.0
+    """for which compute stands still while a collective is issued and, when it is over, waited for; 0 where compute
+    does not wait for the thread that does so, as on a GPU"""
 
     def __post_init__(self) -> None:
         _check(self.tables)

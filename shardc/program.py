@@ -211,7 +211,7 @@ class Program:
         if half not in self.pace or topology.device != self.topology.device:
             return us
         pace = self.pace[half]
-        return {n: t if ops.is_start(n) else pace.us.get(n.name, t * pace.copies) for n, t in us.items()}
+        return {n: t if ops.is_hop(n) else pace.us.get(n.name, t * pace.copies) for n, t in us.items()}
 
     def _shares(self, variant: Variant) -> str:
         """Calls of the same answer go by the same orders. Where gradients are summed half way to the optim rung, what

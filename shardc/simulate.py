@@ -2,7 +2,7 @@
 
 Compute goes node by node. A hop goes on the lane of its axis at its start (behind the hop before it on that lane, and
 behind the one that it relays), for as long as its link takes; its wait holds compute up until then. What it holds up is
-exposed communication.
+exposed communication. What launching it takes of compute follows its wait, as compute.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Clock:
         compute = [node for node in graph.nodes if node.op == "call_function" and not ops.is_hop(node)]
         block_at = dict(zip(compute, blocks(compute), strict=True))
         flying: dict[fx.Node, int] = {}
-        began = []
+        began, block = [], ""
         for node in graph.nodes:
             began.append(self.now_us)
             if ops.is_start(node):
@@ -110,8 +110,9 @@ class Clock:
                 self._start(node, us[node], name, relayed)
             elif ops.is_wait(node):
                 self._wait(flying[node.args[0]])
-            elif us[node] > 0:
-                self._compute(block_at[node], us[node], name)
+            if us[node] > 0 and not ops.is_start(node):
+                block = block_at.get(node, block)  # launches are of what they hold up
+                self._compute(block, us[node], name)
         self.began.append(began)
 
     def _start(self, node: fx.Node, us: float, graph: str, relayed: Event | None) -> None:

@@ -416,7 +416,7 @@ def _compute_us(program: Program, half: str) -> float:
     if not variant:
         return 0.0
     us = program.times_us(program.draft(variant), half).items()
-    return sum(t for node, t in us if not ops.is_start(node) and node.target not in (ops.compact, ops.expand))
+    return sum(t for node, t in us if not ops.is_hop(node) and node.target not in (ops.compact, ops.expand))
 
 
 def _saved_bytes(program: Program) -> float:

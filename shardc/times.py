@@ -24,7 +24,7 @@ from shardc.links import Link
 from shardc.topology import Topology
 
 Times = Mapping[fx.Node, float]
-"""Microseconds of nodes; of a start, its hop's."""
+"""Microseconds of nodes; of a start, its hop's on its lane; of a wait, what the launches before it take of compute."""
 
 
 def times_us(graph: fx.Graph, topology: Topology) -> Times:
@@ -115,11 +115,12 @@ LONG = 16.0
 
 
 def busy_us(us: Times, topology: Topology) -> dict[str, float]:
-    """By lane, with compute as '': how long it is busy with nodes that take so long."""
+    """By lane, with compute as '': how long it is busy with nodes that take so long, launches aside."""
     lanes = {"": 0.0}
     for node, takes_us in us.items():
-        for lane in topology.lanes(ops.hop(node).axis) if ops.is_start(node) else [""]:
-            lanes[lane] = lanes.get(lane, 0.0) + takes_us
+        if not ops.is_wait(node):
+            for lane in topology.lanes(ops.hop(node).axis) if ops.is_start(node) else [""]:
+                lanes[lane] = lanes.get(lane, 0.0) + takes_us
     return lanes
 
 
@@ -130,13 +131,13 @@ def load_of(busy_us: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True)
 class Merging:
-    """Whether a hop of a graph, in a bucket with others, saves more than it costs: latencies of its chain, against what
-    is copied into the bucket and out of it.
+    """Whether a hop of a graph, in a bucket with others, saves more than it costs: latencies and launches of its chain,
+    against what is copied into the bucket and out of it.
 
-    Copies hold up compute, always; latencies do so where a lane has as much to do as compute has. Below that most of
-    them are hidden, and count by the fourth power of the load. What is written just before a hop fuses with copy-in, so
-    that gradients cost nothing. A bucket is used when all of it is there, and goes when the last of it is made: what
-    takes many latencies gains more by going on its own.
+    Copies and launches hold up compute, always; latencies do so where a lane has as much to do as compute has. Below
+    that most of them are hidden, and count by the fourth power of the load. What is written just before a hop fuses
+    with copy-in, so that gradients cost nothing. A bucket is used when all of it is there, and goes when the last of it
+    is made: what takes many latencies gains more by going on its own.
     """
 
     topology: Topology
@@ -149,13 +150,14 @@ class Merging:
         first, last = chain[0], chain[-1]
         sent = sum(sent_us(hop, self.topology) for hop in chain)
         saved_us = sum(hop_us(hop, self.topology) for hop in chain) - sent
-        if sent >= (1.0 if at_end else LONG) * saved_us:
+        launches_us = len(chain) * self.topology.computes.launch_us
+        if sent >= (1.0 if at_end else LONG) * (saved_us + launches_us):
             return False
         if ops.hop(start).kind != "all_gather":
             return True
         at_rest = first.args[0] if first.args[0].op == "placeholder" else None
         copied_bytes = 2 * (_value_bytes(last) + (_value_bytes(at_rest) if at_rest else 0))
-        return saved_us * min(1.0, self.load) ** 4 > self.topology.computes.memory_us(copied_bytes)
+        return saved_us * min(1.0, self.load) ** 4 + launches_us > self.topology.computes.memory_us(copied_bytes)
 
 
 PIECES = 4
@@ -167,7 +169,7 @@ LATENCIES = 8
 def pieces_of(chain: Sequence[fx.Node], topology: Topology) -> int:
     """Into how many pieces a chain is cut where nothing else hides its hops: as many as its latencies allow."""
     sent = min(sent_us(hop, topology) for hop in chain)
-    latency_us = max(hop_us(hop, topology) - sent_us(hop, topology) for hop in chain)
+    latency_us = max(hop_us(hop, topology) - sent_us(hop, topology) for hop in chain) + topology.computes.launch_us
     return max(1, min(PIECES, int(sent / (LATENCIES * latency_us)))) if latency_us else PIECES
 
 
@@ -185,10 +187,20 @@ def _chain(start: fx.Node) -> list[fx.Node]:
 def _node_us(node: fx.Node, topology: Topology) -> float:
     if ops.is_start(node):
         return hop_us(node, topology)
-    if node.op != "call_function" or ops.is_wait(node) or is_view(node):
-        return 0.0
     device = topology.computes
+    if ops.is_wait(node):
+        return device.launch_us * _launches(node)
+    if node.op != "call_function" or is_view(node):
+        return 0.0
     return max(device.product_us(_flops(node), _itemsize(node)), device.memory_us(_traffic_bytes(node)))
+
+
+def _launches(wait: fx.Node) -> int:
+    """Of a hop, and of those that it relays, which nobody waits for."""
+    start, count = wait.args[0], 1
+    while ops.is_start(start.args[0]):
+        start, count = start.args[0], count + 1
+    return count
 
 
 _COUNTED_AS = {

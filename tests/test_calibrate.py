@@ -64,7 +64,8 @@ def test_a_job_measures_its_axes_and_all_ranks_have_the_same_numbers(tmp_path: P
     largest = 2 * 1024**3
     assert device.product_us(largest, 2) == pytest.approx(largest / device.tflops / 1e6)
     assert device.product_us(largest, 4) == pytest.approx(largest / device.tflops / 1e6 * device.slower_fp32)
-    assert "GB/s a rank" in summary(topology)
+    assert 0 < device.launch_us < 1e5
+    assert "GB/s a rank" in summary(topology) and "us to issue a collective" in summary(topology)
 
 
 def test_without_a_process_group_it_says_what_to_do() -> None:

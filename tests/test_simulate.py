@@ -38,11 +38,11 @@ def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 4]):
 """
 
 
-def run(text: str, hop_us: float, compute_us: float) -> Clock:
+def run(text: str, hop_us: float, compute_us: float, launch_us: float = 0.0) -> Clock:
     graph = parse(text)
     clock = Clock()
     us = {n: hop_us if ops.is_start(n) else compute_us if n.op == "call_function" else 0.0 for n in graph.nodes}
-    clock.run(graph, {n: 0.0 if ops.is_wait(n) else t for n, t in us.items()}, "forward")
+    clock.run(graph, {n: launch_us if ops.is_wait(n) else t for n, t in us.items()}, "forward")
     return clock
 
 
@@ -56,6 +56,19 @@ def test_a_hop_waits_for_the_one_before_it_on_its_lane_and_compute_for_what_it_n
         (COMPUTE, "layers.1", 6.0, 8.0, 0.0),
     ]
     assert clock.now_us == 8.0
+
+
+def test_what_a_launch_takes_of_compute_holds_it_up_behind_the_wait() -> None:
+    clock = run(TEXT, hop_us=3.0, compute_us=2.0, launch_us=0.5)
+    found = [(e.name, e.start_us, e.end_us, e.exposed_us) for e in clock.events]
+    assert found == [
+        ("gather layers.0.w", 0.0, 3.0, 3.0),
+        ("gather layers.1.v", 3.0, 6.0, 0.5),
+        ("model", 3.0, 3.5, 0.0),
+        ("layers.0", 3.5, 5.5, 0.0),
+        ("layers.0", 6.0, 6.5, 0.0),
+        ("layers.1", 6.5, 8.5, 0.0),
+    ]
 
 
 def test_hops_of_two_axes_run_side_by_side() -> None:

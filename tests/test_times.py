@@ -13,7 +13,7 @@ import shardc
 from passes import ops
 from passes.parse import parse
 from shardc.links import MACHINES, Device, Link
-from shardc.times import collective_us, hop_us, times_us
+from shardc.times import busy_us, collective_us, hop_us, times_us
 from shardc.topology import Topology
 
 DEVICE = Device("even", tflops=1.0, memory_gb_per_s=1.0, memory_gb=1.0, efficiency=1.0, slower_fp32=2.0)
@@ -186,9 +186,11 @@ def test_a_slow_link_gets_its_gathers_earlier_than_a_fast_one() -> None:
     assert ahead(0.001) == 2
 
 
-def buckets_of(plan: str, gb_per_s: float, layers: int = 6, half: str = "forward") -> list[tuple[str, ...]]:
+def buckets_of(
+    plan: str, gb_per_s: float, layers: int = 6, half: str = "forward", launch_us: float = 0.0
+) -> list[tuple[str, ...]]:
     """What the hops carry, in order, by purpose and layer."""
-    device = replace(DEVICE, memory_gb_per_s=1000.0)
+    device = replace(DEVICE, memory_gb_per_s=1000.0, launch_us=launch_us)
     topology = Topology(node=2, gpu=2).with_links(device, node=Link(gb_per_s, 10.0), gpu=Link(gb_per_s, 10.0))
     block = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     model = nn.Sequential(*(copy.deepcopy(block) for _ in range(layers)))
@@ -212,6 +214,23 @@ def test_what_takes_many_latencies_goes_on_its_own_everywhere(half: str, purpose
     assert (purpose, "5.0.weight") in slow and (purpose, "5.1.weight") in slow
     fast = buckets_of("zero3", gb_per_s=1000.0, half=half)
     assert (purpose, "5.0.weight", "5.1.weight") in fast
+
+
+@pytest.mark.parametrize(("half", "purpose"), [("forward", "gather"), ("backward", "reduce")])
+def test_where_launches_hold_up_compute_there_are_fewer(half: str, purpose: str) -> None:
+    slow = buckets_of("zero3", gb_per_s=0.001, half=half, launch_us=1e6)
+    assert {len(names) for it, *names in slow if it == purpose} == {2}
+
+
+def test_a_launch_counts_once_for_each_hop_that_a_wait_is_for() -> None:
+    device = replace(DEVICE, launch_us=7.0)
+    topology = Topology(node=2, gpu=2).with_links(device, node=Link(0.01, 1.0), gpu=Link(0.01, 1.0))
+    program = shardc.trace(nn.Linear(64, 64, bias=False), shardc.Plan.zero3(topology), torch.zeros(4, 64))
+    launches = {node: us for node, us in times_us(program.forward, topology).items() if ops.is_wait(node)}
+    hops = [node for node in program.forward.nodes if ops.is_start(node)]
+    assert any(ops.relayed(hop) for hop in hops)
+    assert sum(launches.values()) == 7.0 * len(hops)
+    assert all(busy == pytest.approx(0.0) for lane, busy in busy_us(launches, topology).items() if not lane)
 
 
 @pytest.mark.parametrize("gb_per_s", [0.001, 0.05, 1000.0])
