@@ -30,7 +30,7 @@ import shardc
 from shardc.calibrate import launch_us
 from shardc.emulate import emulate
 from shardc.links import Device, Link
-from shardc.predict import Prediction, predicted
+from shardc.predict import Predictor, predicted
 from shardc.search import Candidate
 
 CONFIG = Config(dim=256, layers=4, heads=4, kv_heads=4, hidden=688, vocab=2048, context=128)
@@ -118,9 +118,12 @@ def main() -> None:
     )
     print("| mesh | comm / compute | memory MiB | micro-batches | chosen | ms | foretold | fastest | ms | regret |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    links = {"node": Link(1.0, 1.0), "gpu": Link(1.0, 1.0)}
+    base = shardc.Plan.zero3(shardc.Topology(node=2, gpu=4).with_links(device, **links))
+    predictor = Predictor(made(), base, *batch())
     regrets = []
     for ratio, mesh, room, micro_batches in list(product(RATIOS, MESHES, ROOM, BATCHES))[: options.configurations]:
-        regrets.append(compare(device, mesh, ratio, room, micro_batches))
+        regrets.append(compare(device, mesh, ratio, room, micro_batches, predictor))
     print(f"\nworst {max(regrets):.1%}, median {statistics.median(regrets):.1%}")
 
 
@@ -143,56 +146,43 @@ def launched_us() -> float:
         return statistics.median(launch_us(torch.device("cpu")) for _ in range(9))
 
 
-def linked(device: Device, mesh: tuple[int, int], ratio: float) -> shardc.Topology:
+def linked(device: Device, mesh: tuple[int, int], ratio: float, predictor: Predictor) -> shardc.Topology:
     """Links with which ZeRO-3's busiest lane has `ratio` times as much to do as compute."""
     shape = shardc.Topology(node=mesh[0], gpu=mesh[1])
     guess = shape.with_links(device, node=Link(1.0, 20.0), gpu=Link(9.0, 5.0))
-    found = predicted(shardc.trace(made(), shardc.Plan.zero3(guess), *batch(), keep=False), 1)
+    found = predictor(shardc.Plan.zero3(guess))
     rate = max(found.lanes_us.values()) / (ratio * found.compute_us)
     return shape.with_links(device, node=Link(rate, 20.0), gpu=Link(9.0 * rate, 5.0))
 
 
-def compare(device: Device, mesh: tuple[int, int], ratio: float, room: float, micro_batches: int) -> float:
-    topology = linked(device, mesh, ratio)
-    limit = int(room * foretold(shardc.Plan.zero3(topology), 1).peak_bytes)
-    found = shardc.search(
-        made(),
-        topology,
-        *batch(),
-        memory=limit,
-        micro_batches=micro_batches,
-        param_dtype=None,
-        progress=lambda text: None,
-    )
-    plans = {named(c): c.plan for c in found.ranked if c.prediction and c.holds_bytes <= limit}
-    plans = dict(list(plans.items())[: NEXT + 1])
-    chosen = next(iter(plans))
-    known = {name: getattr(shardc.Plan, name)(topology) for name in KNOWN}
-    plans |= {
-        name: plan
-        for name, plan in known.items()
-        if plan not in plans.values() and foretold(plan, micro_batches).peak_bytes <= limit
-    }
-    choice, verdict = side_by_side(plans, micro_batches)
+def compare(
+    device: Device, mesh: tuple[int, int], ratio: float, room: float, micro_batches: int, predictor: Predictor
+) -> float:
+    topology = linked(device, mesh, ratio, predictor)
+    limit = int(room * predictor(shardc.Plan.zero3(topology)).peak_bytes)
+    options: dict[str, Any] = {"memory": limit, "micro_batches": micro_batches, "param_dtype": None}
+    found = shardc.search(made(), topology, *batch(), progress=lambda text: None, **options)
+    fit = {named(c): c.prediction for c in found.ranked if c.prediction and c.holds_bytes <= limit}
+    tried = dict(list(fit.items())[: NEXT + 1])
+    chosen = next(iter(tried))
+    for name in KNOWN:
+        plan = getattr(shardc.Plan, name)(topology, memory_limit=limit)
+        known = predictor(plan, micro_batches, memory_bytes=limit)
+        if known.peak_bytes <= limit and known.step_us not in [it.step_us for it in tried.values()]:
+            tried[name] = known
+    choice, verdict = side_by_side({name: it.plan for name, it in tried.items()}, micro_batches)
     fastest = min(choice, key=choice.__getitem__)
     regret = verdict[chosen] / verdict[fastest] - 1
     ms = [f"{it:.0f}" for it in (verdict[chosen], found.best.step_us / 1e3, verdict[fastest])]
     cells = " | ".join((chosen, ms[0], ms[1], fastest, ms[2], f"{regret:.1%}"))
     print(f"| {mesh[0]} x {mesh[1]} | {ratio} | {limit / 2**20:.0f} | {micro_batches} | {cells} |", flush=True)
-    for name, plan in plans.items():
-        told = foretold(plan, micro_batches).step_us / 1e3
-        print(
-            f"{name:>12} {choice[name]:7.1f} {verdict[name]:7.1f} ms, foretold {told:.1f}", file=sys.stderr, flush=True
-        )
+    for name, it in tried.items():
+        say(f"{name:>12} {choice[name]:7.1f} {verdict[name]:7.1f} ms, foretold {it.step_us / 1e3:.1f}")
     return regret
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def foretold(plan: shardc.Plan, micro_batches: int) -> Prediction:
-    return predicted(shardc.trace(made(), plan, *batch(), keep=False), micro_batches)
 
 
 def named(candidate: Candidate) -> str:
