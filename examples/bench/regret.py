@@ -6,9 +6,10 @@ Each configuration is a mesh, links, a memory limit and a number of micro-batche
 device whose efficiency is set so that a step without communication takes as long as it is measured to, and what issuing
 a collective takes of it as `shardc.calibrate` measures it. Then the plan that it chose, the next that it ranked, and
 the strategies that people know run side by side on emulated links (`shardc.emulate`), each in a process of its own, a
-step of one after a step of the other; medians. Plans that need more memory than the limit do not run. The fastest is
-the one with the least median of every second round; regret is (chosen - fastest) / fastest in the other rounds, so that
-the luck of the fastest of many equal ones is not counted. It can be below zero.
+step of one after a step of the other; medians. All are given the limit; plans that cannot keep it do not run, and of
+those that make the same moves (their foretold step is the same) one does. The fastest is the one with the least median
+of every second round; regret is (chosen - fastest) / fastest in the other rounds, so that the luck of the fastest of
+many equal ones is not counted. It can be below zero.
 """
 
 from __future__ import annotations
