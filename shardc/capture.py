@@ -8,6 +8,7 @@ stood in for by a *hollow* one: same shape, dtype and device, no storage. So not
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,6 +153,6 @@ def _set_modules(graph: fx.Graph) -> None:
 
 
 def _path(source: str) -> str:
-    """L['self'].blocks[0].attn -> blocks.0.attn"""
-    _, _, path = source.partition("]")
+    """L['self'].blocks[0].attn -> blocks.0.attn; a forward that is wrapped may take the model as L['args'][0]."""
+    path = re.sub(r"^L\['\w+'\](\[0\])?", "", source)
     return ".".join(part.strip("'\"") for part in path.replace("[", ".").replace("]", "").split(".") if part)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -72,6 +76,23 @@ def test_a_layer_of_a_program_after_each_stage() -> None:
     assert "all_gather(inner_weight, 'gpu', 2" in inserted
     assert "reduce_scatter" not in inserted
     assert program.layer_text("inner").startswith("def inner(inner_weight: f32[2, 4], x: f32[2, 4]):")
+
+
+def wrapped(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        return forward(*args, **kwargs)
+
+    return call
+
+
+class Wrapped(Residual):
+    forward = wrapped(Residual.forward)
+
+
+def test_a_layer_keeps_its_name_where_the_forward_is_wrapped() -> None:
+    program = shardc.trace(Wrapped(), shardc.Plan.zero3(shardc.Topology(gpu=2)), torch.ones(2, 4))
+    assert program.layer_text("inner", after="capture") == PROGRAM.replace("x", "args_1")
 
 
 def test_an_unknown_layer_is_an_error_that_names_the_known() -> None:
