@@ -3,16 +3,17 @@
 Of every row of the ladder, with factors inside axes and with every wire that is allowed, closed forms say what it must
 hold, and a time that no schedule of it can beat (`shardc.space`). Plans are then simulated on the real graph
 (`shardc.predict`), a few, the most promising first, but none that cannot beat the best so far by more than a tolerance;
-what the others could be faster by at most is known. Of plans that move the same bytes in the same calls only the one
-that holds least is simulated. At last, what memory the best leaves over buys less communication, layer by layer
-(`shardc.refine`).
+what the others could be faster by at most is known. Those that are likely not to fit, judged by how much more than the
+closed forms say the ones before them held, are put off. Of plans that move the same bytes in the same calls only one is
+simulated: the one whose chains have fewest hops, and that holds least. At last, what memory the best leaves over buys
+less communication, layer by layer (`shardc.refine`).
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, log
@@ -33,7 +34,7 @@ from shardc.topology import Topology
 
 TOLERANCE = 0.01
 """By so much of a step a plan that was not simulated may be faster than the best."""
-MOST = 6
+MOST = 8
 """Plans that are simulated."""
 ALIKE = 0.005
 """Steps that differ by less are taken to be equal, until they are simulated."""
@@ -61,7 +62,7 @@ class Candidate:
     prediction: Prediction | None = None
     """where it was simulated"""
     twin: Candidate | None = field(default=None, repr=False)
-    """it was not, for this one moves the same and holds no more"""
+    """it was not, for this one moves the same, and by estimate is as fast"""
 
     @cached_property
     def plan(self) -> Plan:
@@ -122,7 +123,7 @@ class Found:
                 f", most for {_most(candidate.prediction)}" if candidate.prediction else " at least"
             )
         if candidate.twin:
-            return f"moves what {_spelled(candidate.twin)} moves, and holds no less"
+            return f"moves what {_spelled(candidate.twin)} moves, and by estimate is no faster"
         if not candidate.prediction:
             return "not simulated: " + _bound_by(candidate, self.best)
         assert self.best.prediction
@@ -203,24 +204,48 @@ def _ranked(
 ) -> list[Candidate]:
     """Simulates the most promising. Raises `Error` where none fits."""
     best_us, seen = inf, dict[tuple[float, ...], Candidate]()
-    for candidate in legal:
-        if candidate.rest_bytes > limit:
-            continue
-        candidate.twin = seen.get(candidate.moves)
+    done = 0
+    for candidate in _likely_first(legal, limit):
+        candidate.twin = _twin(candidate, seen, limit)
         if candidate.twin:
             continue
-        if len(seen) >= most:
+        if done >= most:
             break
         if candidate.bound_us >= (1 - TOLERANCE) * best_us:
             continue
-        seen[candidate.moves] = candidate
         _simulate(candidate, predict)
+        done += 1
+        seen[candidate.moves] = candidate
         if candidate.holds_bytes <= limit:
             best_us = min(best_us, candidate.step_us)
-        say(_progress(len(seen), most, best_us))
+        say(_progress(done, most, best_us))
     if best_us == inf:
         best_us = _smallest(legal, predict, limit).step_us
     return sorted(legal, key=lambda c: (not c.prediction, c.holds_bytes > limit, c.step_us))
+
+
+def _twin(candidate: Candidate, seen: Mapping[tuple[float, ...], Candidate], limit: int) -> Candidate | None:
+    """One that was simulated and moves the same; not one that did not fit, where this one holds less."""
+    other = seen.get(candidate.moves)
+    if other and other.holds_bytes > limit and candidate.rest_bytes < other.rest_bytes:
+        return None
+    return other
+
+
+def _likely_first(legal: Sequence[Candidate], limit: int) -> Iterator[Candidate]:
+    """Those that may fit. Last come those that do not, if they hold as much beyond what closed forms say as the plans
+    that were simulated before them."""
+    beyond_bytes, put_off = inf, list[Candidate]()
+    for candidate in legal:
+        if candidate.rest_bytes > limit:
+            continue
+        if candidate.rest_bytes + beyond_bytes > limit and beyond_bytes < inf:
+            put_off.append(candidate)
+            continue
+        yield candidate
+        if candidate.prediction:
+            beyond_bytes = min(beyond_bytes, candidate.prediction.peak_bytes - candidate.rest_bytes)
+    yield from put_off
 
 
 def _simulate(candidate: Candidate, predict: Callable[[Plan], Prediction]) -> None:

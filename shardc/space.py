@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache, partial
 from itertools import accumulate, pairwise, product
-from math import inf
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -117,7 +116,8 @@ class Facts:
     backward_us: float
     saved_bytes: float
     """of activations, between a forward and its backward"""
-    layers: int
+    chains: float
+    """in which a forward gathers, once parameters are in buckets"""
 
 
 class Call(NamedTuple):
@@ -129,6 +129,8 @@ class Call(NamedTuple):
     """by axis, at full bandwidth"""
     end_us: tuple[float, ...]
     """by axis: what the first op waits for, or what is left to do when the last is over"""
+    whole_us: tuple[float, ...]
+    """by axis: of the all-reduce after it"""
     reach: int
     """the factor that this begins with, or ends at"""
     between: tuple[tuple[int, int], ...]
@@ -258,47 +260,60 @@ class Space:
         refresh, gather, again, reduce, sync = self._once(row, wiring).values()
         params, after_forward, grads, optim = row
         forward, backward, others = self.facts.forward_us, self.facts.backward_us, self.micro_batches - 1
-        first, last = partial(self._first, row, wiring), partial(self._last, row, wiring)
+        first, last, whole = (
+            partial(self._first, row, wiring),
+            partial(self._last, row, wiring),
+            self.whole(optim, "last"),
+        )
+        nothing = _times(0, whole)
         gathers, reduces = (1, params), ((1, after_forward), (1, grads))
         found = [
-            Call(1, forward, _sum(refresh, gather), first(optim), optim, ((params, optim), gathers)),
-            Call(1, backward, _sum(again, reduce, sync), last(self.topology.world), optim, (*reduces, (grads, optim))),
+            Call(1, forward, _sum(refresh, gather), first(optim), nothing, optim, ((params, optim), gathers)),
+            Call(1, backward, _sum(again, reduce, sync), last(optim), whole, optim, (*reduces, (grads, optim))),
         ]
         if others:
-            found.append(Call(others, forward, gather, first(params), params, (gathers,)))
-            found.append(Call(others, backward, _sum(again, reduce), last(grads), grads, reduces))
+            found.append(Call(others, forward, gather, first(params), nothing, params, (gathers,)))
+            found.append(Call(others, backward, _sum(again, reduce), last(grads), nothing, grads, reduces))
         return found
 
     def _first(self, row: Factors, wiring: Wiring, high: int) -> tuple[float, ...]:
         return self.up("first", 1, high, row.optim, wiring[:2])
 
     def _last(self, row: Factors, wiring: Wiring, low: int) -> tuple[float, ...]:
-        reduces = self.down("last", 1, min(low, row.optim), row.optim, wiring[2:])
-        return _sum(reduces, self.whole(row.optim, "last")) if low == self.topology.world else reduces
+        return self.down("last", 1, low, row.optim, wiring[2:])
 
     def bound_us(self, row: Factors, wiring: Wiring) -> float:
         """No schedule of a step is faster."""
         calls = self.calls(row, wiring)
-        return self.update_us(row) + sum(c.times * max(c.compute_us + max(c.end_us), *c.lanes_us) for c in calls)
+        return self.update_us(row) + sum(
+            c.times * max(c.compute_us + max(_sum(c.end_us, c.whole_us)), *c.lanes_us) for c in calls
+        )
 
     def estimate_us(self, row: Factors, wiring: Wiring) -> float:
-        """What a schedule is likely to take: with the latencies of hops, and copies of rows that are padded."""
+        """What a schedule is likely to take: with the latencies of hops, what issuing them takes of compute, and copies
+        of rows that are padded."""
         copies_us, total = self._copies_us(row) / 2, self.update_us(row)
         for call in self.calls(row, wiring):
-            computes_us = call.compute_us + copies_us + self._in_pieces_us(row, call.reach, call.end_us)
-            total += call.times * max(computes_us, *_sum(call.lanes_us, self._latencies_us(row, call.between)))
+            ends_us = self._in_pieces_us(row, call.reach, call.end_us) + max(call.whole_us)
+            computes_us = call.compute_us + copies_us + self._launches_us(row, call) + ends_us
+            latencies_us = _times(self.facts.chains, self._latencies_us(row, call.between))
+            total += call.times * max(computes_us, *_sum(call.lanes_us, latencies_us))
         return total
 
     def _in_pieces_us(self, row: Factors, high: int, moved_us: Sequence[float]) -> float:
-        """Of a chain with nothing beside it: its hops side by side, a piece behind the other, or one after another."""
-        shares = self._shares(1, high)
-        full_us = {axis: us / (shares[axis] or inf) for (axis, *_), us in zip(self.ranges, moved_us, strict=True)}
-        taken = []
-        for pieces in (1, PIECES):
-            hops = self._hops(row, 1, high)
-            each = [full_us[axis] * (1 / a - 1 / b) / pieces + self._latency_us(axis, a, b) for axis, a, b in hops]
-            taken.append(sum(each) + (pieces - 1) * max(each, default=0.0))
-        return min(taken)
+        """Of a chain with nothing beside it: a piece behind the other, or one after another. Parts of one axis share
+        its lane."""
+        latencies_us = self._latencies_us(row, [(1, high)])
+        return min(
+            sum(each := [us / pieces + latency_us for us, latency_us in zip(moved_us, latencies_us, strict=True)])
+            + (pieces - 1) * max(each)
+            for pieces in (1, PIECES)
+        )
+
+    def _launches_us(self, row: Factors, call: Call) -> float:
+        """Of all hops of a call, with as many chains for each move as a forward has gathers."""
+        hops = sum(len([*self._hops(row, low, high)]) for low, high in call.between)
+        return self.topology.computes.launch_us * self.facts.chains * hops
 
     def _copies_us(self, row: Factors) -> float:
         """Of uneven rows: in the forward, in the backward, and of gradients; each reads and writes."""
@@ -315,11 +330,11 @@ class Space:
         return (high // low - 1) * self.topology.link(axis).latency_us
 
     def _latencies_us(self, row: Factors, between: Iterable[tuple[int, int]]) -> tuple[float, ...]:
-        """By axis: of all hops of moves between factors, one a layer; all-reduces are not counted."""
+        """By axis: of all hops of moves between factors; all-reduces are not counted."""
         found = dict.fromkeys((axis for axis, *_ in self.ranges), 0.0)
         for low, high in between:
             for axis, a, b in self._hops(row, low, high):
-                found[axis] += self.facts.layers * self._latency_us(axis, a, b)
+                found[axis] += self._latency_us(axis, a, b)
         return tuple(found.values())
 
     def update_us(self, row: Factors) -> float:
@@ -349,7 +364,7 @@ def _element_bytes(form: str, own: int) -> float:
     return min(own, (BITS[form] * BLOCK / 8 + SCALE_BYTES) / BLOCK)
 
 
-def _times(n: int, values: Sequence[float]) -> tuple[float, ...]:
+def _times(n: float, values: Sequence[float]) -> tuple[float, ...]:
     return tuple(n * value for value in values)
 
 
@@ -375,7 +390,8 @@ def facts_of(predictor: Predictor, parameters: Mapping[str, nn.Parameter], base:
             parameter.numel()
         )
     forward_us, backward_us = (predictor.on_line(partial(_compute_us, half=half)) for half in ("forward", "backward"))
-    return Facts(groups, forward_us, backward_us, predictor.on_line(_saved_bytes), max(1, predictor.depth))
+    saved_bytes, chains = predictor.on_line(_saved_bytes), predictor.on_line(_chains)
+    return Facts(groups, forward_us, backward_us, saved_bytes, chains)
 
 
 def _names(starts: Iterable[fx.Node]) -> set[str]:
@@ -417,6 +433,11 @@ def _compute_us(program: Program, half: str) -> float:
         return 0.0
     us = program.times_us(program.draft(variant), half).items()
     return sum(t for node, t in us if not ops.is_hop(node) and node.target not in (ops.compact, ops.expand))
+
+
+def _chains(program: Program) -> float:
+    """Of a forward under ZeRO-3, each of one hop over every axis."""
+    return len(ops.hops(program.after("bucket")[0])) / len(program.topology.axes)
 
 
 def _saved_bytes(program: Program) -> float:

@@ -111,6 +111,7 @@ def step_s(model: Any, optimizer: Any, inputs: Any, micro_batches: int) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configurations", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="of them; for a run in parts")
     options = parser.parse_args()
     device = fitted_device()
     print(
@@ -123,7 +124,8 @@ def main() -> None:
     base = shardc.Plan.zero3(shardc.Topology(node=2, gpu=4).with_links(device, **links))
     predictor = Predictor(made(), base, *batch())
     regrets = []
-    for ratio, mesh, room, micro_batches in list(product(RATIOS, MESHES, ROOM, BATCHES))[: options.configurations]:
+    cases = list(product(RATIOS, MESHES, ROOM, BATCHES))[options.first : options.configurations]
+    for ratio, mesh, room, micro_batches in cases:
         regrets.append(compare(device, mesh, ratio, room, micro_batches, predictor))
     print(f"\nworst {max(regrets):.1%}, median {statistics.median(regrets):.1%}")
 
