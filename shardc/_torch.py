@@ -369,6 +369,15 @@ def group_called(name: str) -> Any:
     return torch._C._distributed_c10d._resolve_process_group(name)
 
 
+def is_gloo(group: Any) -> bool:
+    """Whether Gloo, and nothing in between, moves what a group has on CPUs."""
+    gloo = getattr(torch._C._distributed_c10d, "ProcessGroupGloo", None)
+    if gloo is None or type(group) is not torch.distributed.ProcessGroup:
+        return False
+    cpu = torch.device("cpu")
+    return cpu in group._device_types and isinstance(group._get_backend(cpu), gloo)
+
+
 def take_over_timeout(group: Any, device: torch.device) -> None:
     """Of the default group; a group of an axis would else wait for torch's half an hour."""
     default = torch.distributed.group.WORLD

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from passes import ops
 from passes.errors import Error
-from shardc.lanes import Lane
+from shardc.lanes import Lane, issue
 from shardc.links import Device, Link, Table, ring_steps
 from shardc.topology import Topology
 
@@ -36,7 +36,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 SIZES = tuple(1 << n for n in range(12, 27, 2))
 """Bytes of the full value of a collective."""
 SECONDS = 0.25
-"""for which a collective of one size is repeated, at least three times; a size that takes longer is the last"""
+"""for which a collective of one size is repeated, at most; a size that takes longer is the last"""
 Say = Callable[[str], None]
 
 
@@ -96,22 +96,30 @@ def _table(kind: str, group: Any, size: int, sizes: Sequence[int], device: torch
 def _collective(kind: str, group: Any, size: int, full_bytes: int, device: torch.device) -> Callable[[], Any]:
     full = torch.zeros(max(size, full_bytes // 4 // size * size), device=device)
     part = full[: len(full) // size].clone()
-    if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(full, part, group=group)
-    if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, full, group=group)
-    if kind == "all_to_all":
-        other = torch.empty_like(full)
-        return lambda: dist.all_to_all_single(other, full, group=group)
-    return lambda: dist.all_reduce(full, group=group)
+    x, out = {
+        "all_gather": (part, full),
+        "reduce_scatter": (full, part),
+        "all_to_all": (full, torch.empty_like(full)),
+        "all_reduce": (full, full),
+    }[kind]
+    return lambda: issue(kind, group, out, x).wait()
+
+
+BATCHES = 3
 
 
 def _timed_us(call: Callable[[], Any], device: torch.device) -> float:
-    """Median of a few; all ranks make as many calls, begun together."""
-    call()
-    once = _once_us(call, device)
-    count = max(3, min(50, int(SECONDS * 1e6 / max(1.0, slowest(once, device)))))
-    return median(_once_us(call, device) for _ in range(count))
+    """Of one of many calls in a row, for links may be faster for a moment; median of batches, which all ranks begin
+    together."""
+    _once_us(call, device)
+    once_us = slowest(_once_us(call, device), device)
+    count = max(1, min(16, int(SECONDS * 1e6 / BATCHES / max(1.0, once_us))))
+
+    def batch() -> None:
+        for _ in range(count):
+            call()
+
+    return median(_once_us(batch, device) for _ in range(BATCHES)) / count
 
 
 def _once_us(call: Callable[[], Any], device: torch.device) -> float:
@@ -164,8 +172,10 @@ COPIED_BYTES = {"cuda": range(16, 31, 2), "cpu": range(13, 28, 2)}
 
 LAUNCHES = 50
 """of which the median counts"""
-LAUNCHED = 4096
+LAUNCHED = 256
 """values that each rank sends"""
+OVER_S = 0.01
+"""after so long they have come"""
 
 
 def launch_us(device: torch.device, progress: Say = lambda text: None) -> float:
@@ -181,16 +191,18 @@ def launch_us(device: torch.device, progress: Say = lambda text: None) -> float:
 
 
 def _launch_us(lane: Lane, hop: ops.Hop, a: torch.Tensor) -> float:
+    """On the clock of the thread, which stands still while other threads have its core."""
     x = torch.zeros(LAUNCHED)
     a @ a
-    began = time.perf_counter()
+    began = time.thread_time_ns()
     flying = lane.start(hop, x)
-    issued = time.perf_counter()
-    while not flying.work.is_completed():  # type: ignore[union-attr]
+    issued = time.thread_time_ns()
+    until = time.perf_counter() + OVER_S
+    while time.perf_counter() < until:
         a @ a
-    over = time.perf_counter()
+    over = time.thread_time_ns()
     flying.wait()
-    return (issued - began + time.perf_counter() - over) * 1e6
+    return (issued - began + time.thread_time_ns() - over) / 1e3
 
 
 def measured_device(device: torch.device, progress: Say = lambda text: None) -> Device:

@@ -46,10 +46,6 @@ REMEDIES = {
 }
 
 
-STAGING = ("gloo",)
-"""Libraries of which each group has a buffer of its own for the hop that it is at, as large as the full value."""
-
-
 @dataclass(frozen=True)
 class Peak:
     """The moment of most bytes."""
@@ -103,7 +99,6 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
     for variant, graph in calls:
         given_up = saved.given_up(graph) if variant.half == "backward" else set()
         living = [life for life in lives(graph, given_up) if life.node in given_up or _is_made(life)]
-        living += _staged(graph) if program.library in STAGING else []
         kept = Counter({MASTER: found.rest_bytes, COPIES: copies_bytes, ACTIVATIONS: inputs_bytes})
         kept[GRADIENTS] = 0 if variant.accumulated else gradient_bytes
         kept[RESIDUALS] = residuals_bytes - _taken_bytes(graph)
@@ -215,24 +210,6 @@ def _inputs_bytes(program: Program) -> int:
     """Of what the user passes, and buffers."""
     own = [node for name, node in placeholders(program.halves[0]).items() if name not in program.params]
     return sum(life.bytes for life in lives(program.halves[0]) if life.node in own)
-
-
-def _staged(graph: fx.Graph) -> list[Life]:
-    """A buffer for one gather or reduce-scatter of each lane at a time, from its start until it is waited for."""
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    last: dict[str, Life] = {}
-    found = []
-    for start in ops.hops(graph):
-        hop, end = ops.hop(start), start
-        while (wait := ops.wait_of(end)) is None:
-            end = next(iter(end.users))
-        if hop.axis in last:
-            last[hop.axis].death = min(last[hop.axis].death, position[start] - 1)
-        if hop.kind in ("all_gather", "reduce_scatter"):
-            size_bytes = ops.moved_bytes(start) * hop.size // (hop.size - 1)
-            last[hop.axis] = Life(start, size_bytes, position[start], position[wait], {start})
-            found.append(last[hop.axis])
-    return found
 
 
 def _is_made(life: Life) -> bool:

@@ -1,8 +1,8 @@
 """Lanes: the hops of one process group, issued in the order of the graph, beside compute.
 
-A hop is issued where the graph starts it, and is `Flying` until its wait. The group's plain methods are called: the
-functional all-gather of torch goes through Gloo's coalesced one, which corrupts the heap now and then when several are
-in flight.
+A hop is issued where the graph starts it, and is `Flying` until its wait. On Gloo it goes by messages where it can
+(`shardc.messages`); elsewhere the group's plain methods are called: the functional all-gather of torch goes through
+Gloo's coalesced one, which corrupts the heap now and then when several are in flight.
 
 One that relays what another hop brings (`passes.relay`) cannot be issued before that has come, and compute must not
 stand still for it: on a GPU a stream of the lane waits in its place, elsewhere a thread of the lane, behind which later
@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from passes import ops
-from shardc import _torch
+from shardc import _torch, messages
 from shardc.failures import failed
+from shardc.messages import Messages
 
 LISTENERS: list[Callable[[float], None]] = []
 """They are told for how many seconds a thread stood still until a hop was issued, which no process group sees."""
@@ -36,7 +37,7 @@ class Flying:
         self.source: torch.Tensor | Flying | None = source
         self.issued: threading.Event | None = None
         """where a thread of the lane issues it"""
-        self.work: dist.Work | None = None
+        self.work: dist.Work | Messages | None = None
         self.error: Exception | None = None
 
     def issue(self, group: str) -> None:
@@ -45,7 +46,7 @@ class Flying:
             if isinstance(self.source, Flying):
                 self.source = self.source.wait()
             self.source = self.source.contiguous()  # type: ignore[union-attr]
-            self.work = self._named(lambda: _ISSUE[self.hop.kind](_torch.group_called(group), self.out, self.source))
+            self.work = self._named(lambda: issue(self.hop.kind, _torch.group_called(group), self.out, self.source))
         except Exception as error:
             self.error = error
 
@@ -159,3 +160,10 @@ _ISSUE = {
     "all_to_all": _all_to_all,
     "all_reduce": _all_reduce,
 }
+_BY_MESSAGES = {"all_gather": messages.all_gather, "all_to_all": messages.all_to_all}
+
+
+def issue(kind: str, group: Any, out: torch.Tensor, x: torch.Tensor) -> Any:
+    """A collective on a group, whose result is in `out` when what this returns was waited for."""
+    by_messages = kind in _BY_MESSAGES and not x.is_cuda and _torch.is_gloo(group)
+    return (_BY_MESSAGES if by_messages else _ISSUE)[kind](group, out, x)
