@@ -46,6 +46,10 @@ REMEDIES = {
 }
 
 
+BY_MESSAGES = ("gloo",)
+"""Libraries on which pieces of the other ranks arrive beside what they are summed in (`shardc.messages`)."""
+
+
 @dataclass(frozen=True)
 class Peak:
     """The moment of most bytes."""
@@ -99,6 +103,7 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
     for variant, graph in calls:
         given_up = saved.given_up(graph) if variant.half == "backward" else set()
         living = [life for life in lives(graph, given_up) if life.node in given_up or _is_made(life)]
+        living += _arriving(graph) if program.library in BY_MESSAGES else []
         kept = Counter({MASTER: found.rest_bytes, COPIES: copies_bytes, ACTIVATIONS: inputs_bytes})
         kept[GRADIENTS] = 0 if variant.accumulated else gradient_bytes
         kept[RESIDUALS] = residuals_bytes - _taken_bytes(graph)
@@ -210,6 +215,18 @@ def _inputs_bytes(program: Program) -> int:
     """Of what the user passes, and buffers."""
     own = [node for name, node in placeholders(program.halves[0]).items() if name not in program.params]
     return sum(life.bytes for life in lives(program.halves[0]) if life.node in own)
+
+
+def _arriving(graph: fx.Graph) -> list[Life]:
+    """What the other ranks send of each reduce-scatter, from its start until it is waited for."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    found = []
+    for start in graph.find_nodes(op="call_function", target=ops.reduce_scatter):
+        end = start
+        while (wait := ops.wait_of(end)) is None:
+            end = next(iter(end.users))
+        found.append(Life(start, ops.moved_bytes(start), position[start], position[wait], {start}))
+    return found
 
 
 def _is_made(life: Life) -> bool:

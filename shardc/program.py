@@ -21,7 +21,6 @@ from passes.build import copy, outputs
 from passes.chunk import chunk
 from passes.errors import Error
 from passes.excerpt import excerpt, needed
-from passes.exchange import exchange
 from passes.feedback import feedback
 from passes.follow import stops_at_sum
 from passes.fuse import fuse
@@ -39,7 +38,7 @@ from shardc.capture import Captured
 from shardc.footprint import Footprint, footprint
 from shardc.plan import Plan
 from shardc.runner import Runner
-from shardc.times import Merging, Times, busy_us, exchanged, flat_pays, load_of, pieces_of, times_us
+from shardc.times import Merging, Times, busy_us, flat_pays, load_of, pieces_of, times_us
 from shardc.topology import Topology
 
 WINDOWS = (1.0, 0.5, 0.25, 0.0)
@@ -187,12 +186,11 @@ class Program:
         return self._routed(graph)
 
     def _routed(self, graph: fx.Graph) -> fx.Graph:
-        """Flat where the plan has it so, and exchanged where that is faster. All ranks find the same: it depends on
-        parameters, links and libraries alone."""
-        if self.plan.chain != "hop":
-            always = self.plan.chain == "flat"
-            graph = self.run("fuse", fuse, graph, lambda starts: always or flat_pays(starts, self.topology))
-        return self.run("exchange", exchange, graph, exchanged(self.topology, self.library))
+        """Flat where the plan has it so. All ranks find the same: it depends on parameters and links alone."""
+        if self.plan.chain == "hop":
+            return graph
+        always = self.plan.chain == "flat"
+        return self.run("fuse", fuse, graph, lambda starts: always or flat_pays(starts, self.topology))
 
     def _verify(self, graph: fx.Graph, variant: Variant) -> None:
         if variant.half == "forward":

@@ -36,7 +36,7 @@ from shardc.cost import MOVES
 from shardc.plan import Plan
 from shardc.predict import Predictor
 from shardc.program import Program, Variant
-from shardc.times import PIECES, exchanged
+from shardc.times import PIECES
 from shardc.topology import Topology
 
 BLOCK = 256
@@ -147,7 +147,6 @@ class Space:
         ends = [*accumulate((size for _, size in topology.inner), mul, initial=1)]
         self.ranges = list(zip((axis for axis, _ in topology.inner), ends, ends[1:], strict=False))
         """(axis, factor below it, factor with it), inner first"""
-        self.exchanged = exchanged(topology)
         self.up, self.down, self.whole = cache(self._up), cache(self._down), cache(self._whole)
         self.padded = cache(self._padded)
         self.calls = lru_cache(1)(self._calls)
@@ -232,8 +231,7 @@ class Space:
                 for g, n in self.padded(optim)
                 if g.trainable and getattr(g, kind)
             )
-            ways = "all_to_all" if quantized or axis in self.exchanged else "reduce_scatter"
-            found.append(self._us(axis, ways, share * total))
+            found.append(self._us(axis, "all_to_all" if quantized else "reduce_scatter", share * total))
         return tuple(found)
 
     def _whole(self, optim: int, kind: str = "trainable") -> tuple[float, ...]:

@@ -20,7 +20,6 @@ from torch.utils.flop_counter import flop_registry
 from passes import ops
 from passes.regions import is_view
 from passes.text import value_of
-from shardc.links import Link
 from shardc.topology import Topology
 
 Times = Mapping[fx.Node, float]
@@ -50,23 +49,6 @@ def collective_us(topology: Topology, kind: str, axis: str, sent_bytes: float, s
     if len(links) == 1:
         return links[0].us(kind, sent_bytes, size)
     return _flat_us(topology, axis, sent_bytes) + max(links, key=lambda it: it.latency_us).steps_us(kind, size)
-
-
-BY_EXCHANGE = ("gloo",)
-"""Libraries whose reduce-scatter sends as much as their all-reduce does, twice what is needed."""
-
-
-def exchanged(topology: Topology, library: str = "") -> frozenset[str]:
-    """Axes over which an all-to-all, summed where it arrives, takes less than a reduce-scatter: as measured, and where
-    nobody has, by what is known of the library that moves bytes."""
-    links, known = dict(topology.links), library or topology.library
-    return frozenset(axis for axis, size in topology.inner if size > 1 and _is_exchanged(links.get(axis), known))
-
-
-def _is_exchanged(link: Link | None, library: str) -> bool:
-    if link and {"all_to_all", "reduce_scatter"} <= link.tables.keys():
-        return link.sent_us("all_to_all", 1.0) < link.sent_us("reduce_scatter", 1.0)
-    return library in BY_EXCHANGE
 
 
 def _flat_us(topology: Topology, axis: str, sent_bytes: float) -> float:

@@ -18,7 +18,6 @@ from torch import fx
 from passes.accumulate import accumulate
 from passes.bucket import bucket
 from passes.chunk import chunk
-from passes.exchange import exchange
 from passes.feedback import feedback
 from passes.fuse import fuse
 from passes.insert import Param, insert
@@ -49,7 +48,6 @@ PASSES: dict[str, Callable[[fx.Graph], fx.Graph | tuple[fx.Graph, ...]]] = {
     "sync": lambda graph: sync(graph, param(replace(ON_GPU, optim=1))),
     "feedback": lambda graph: feedback(graph, {"w": replace(W, params=0, after_forward=0)}),
     "fuse": fuse,
-    "exchange": lambda graph: exchange(graph, {"gpu"}),
     "bucket": lambda graph: bucket(graph, ["layers.0.w", "layers.0.v", "w", "v"]),
     "chunk": lambda graph: chunk(graph, lambda chain: 2),
     "schedule": schedule,

@@ -47,6 +47,27 @@ def test_messages_bring_what_collectives_bring_and_in_their_order() -> None:
     assert all(run(many_in_flight, 3, timeout_s=60))
 
 
+SUMMED = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def summed() -> bool:
+    """In float32 at least, in the order of ranks; a bfloat16 is rounded once."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    lane = Lane(dist.group.WORLD.group_name)
+    given = [[torch.randn(5 * ranks, 7, dtype=torch.float64).to(dtype) for _ in range(ranks)] for dtype in SUMMED]
+    dist.broadcast_object_list(given, src=0)
+    flying = [started(lane, "reduce_scatter", values[rank]) for values in given]
+    for values, it in zip(given, flying, strict=True):
+        exact = torch.promote_types(values[0].dtype, torch.float32)
+        mine = [value.chunk(ranks)[rank].to(exact) for value in values]
+        assert it.wait().equal(((mine[0] + mine[1]) + mine[2]).to(values[0].dtype))
+    return True
+
+
+def test_what_is_scattered_is_summed_where_it_arrives() -> None:
+    assert all(run(summed, 3, timeout_s=60))
+
+
 def waited_for_by_several() -> bool:
     """A hop that another relays is waited for by the thread of its lane, and by compute."""
     flying = started(Lane(dist.group.WORLD.group_name), "all_gather", numbered(dist.get_rank(), 5, torch.float32))

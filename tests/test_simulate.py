@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ import shardc
 from passes import ops
 from passes.errors import Error
 from passes.parse import parse
+from shardc.footprint import footprint
 from shardc.links import Device, Link
 from shardc.program import Program
 from shardc.simulate import Clock, simulate
@@ -173,6 +175,15 @@ def test_unsynced_micro_batches_keep_their_sums() -> None:
     it = timeline("ddp", 2)
     second_us = min(e.start_us for e in it.events if e.graph == "forward 1")
     assert min(held for us, held in it.memory if us >= second_us) >= it.rest_bytes + full
+
+
+def test_where_messages_are_summed_they_have_room_beside_the_sum() -> None:
+    program = traced("zero3")
+    calls = [(variant, program.graph(variant)) for variant in program.step()]
+    plain, arriving = footprint(program, calls), footprint(replace(program, library="gloo"), calls)
+    layer = 64 * 65 * 4
+    assert plain.peak.bytes < arriving.peak.bytes <= plain.peak.bytes + 2 * layer
+    assert arriving.end_bytes == plain.end_bytes
 
 
 class Deep(nn.Module):
