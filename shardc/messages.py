@@ -3,8 +3,11 @@
 Gloo's own gather and all-to-all of two ranks keep the two directions of a connection busy one after the other (on a
 link of 400 Mbit/s they reach 27 to 40 MB/s each way where messages reach 47), and its reduce-scatter sends twice what
 is needed. A message goes from where a value is to where it is needed, in both directions at once, and no thread in
-between has to wake up. What is to be summed is summed where it arrives, by whoever waits for it first, in the order of
-ranks and in float32. Messages between two ranks arrive in the order in which they were sent.
+between has to wake up. Messages between two ranks arrive in the order in which they were sent.
+
+What is to be summed is summed where it arrives, by whoever waits for it first, in the order of ranks and in float32. As
+an op of the graph the sum would fuse with what follows it, but the next hop of its chain would have to wait until
+compute comes by: with two hosts at 400 Mbit/s a step took 14% longer.
 """
 
 from __future__ import annotations
