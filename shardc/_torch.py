@@ -380,9 +380,13 @@ def is_gloo(group: Any) -> bool:
 
 def take_over_timeout(group: Any, device: torch.device) -> None:
     """Of the default group; a group of an axis would else wait for torch's half an hour."""
-    default = torch.distributed.group.WORLD
     if torch.distributed.get_backend() in ("gloo", "nccl"):
-        group._get_backend(device)._set_default_timeout(default._get_backend(device).options._timeout)
+        group._get_backend(device)._set_default_timeout(timeout_of(torch.distributed.group.WORLD, device))
+
+
+def timeout_of(group: Any, device: torch.device) -> Any:
+    """How long a group waits, as a `timedelta`."""
+    return group._get_backend(device).options._timeout
 
 
 def default_store() -> Any:

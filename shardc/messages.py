@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 
+from shardc import _torch
+
+CPU = torch.device("cpu")
 TAG = 0x5AD
 """of all messages between two ranks of a group; they are told apart by their order"""
 
@@ -26,18 +29,30 @@ TAG = 0x5AD
 class Messages:
     """A collective under way. It may be waited for again, and by several threads; what Gloo gives may not."""
 
-    def __init__(self, works: list[Any], then: Callable[[], Any] = lambda: None):
+    def __init__(self, group: Any, works: list[Any], then: Callable[[], Any] = lambda: None):
         """`then` is done once, when all have come."""
         self.works, self.then = works, [then]
+        self.timeout = _torch.timeout_of(group, CPU)  # a message would wait for as long as Gloo itself does
         self.lock = threading.Lock()
+        self.error: RuntimeError | None = None
 
     def wait(self) -> None:
+        """Raises the same error again, at once."""
         with self.lock:
-            while self.works:
-                self.works[-1].wait()
-                self.works.pop()
-            while self.then:
-                self.then.pop()()
+            if self.error:
+                raise self.error
+            try:
+                self._end()
+            except RuntimeError as error:
+                self.error = error
+                raise
+
+    def _end(self) -> None:
+        while self.works:
+            self.works[-1].wait(self.timeout)
+            self.works.pop()
+        while self.then:
+            self.then.pop()()
 
 
 def all_gather(group: Any, out: torch.Tensor, x: torch.Tensor) -> Messages:
@@ -45,7 +60,7 @@ def all_gather(group: Any, out: torch.Tensor, x: torch.Tensor) -> Messages:
     places, rank = out.chunk(group.size()), group.rank()
     works = _sent(group, [x] * len(places), places)
     places[rank].copy_(x)
-    return Messages(works)
+    return Messages(group, works)
 
 
 def all_to_all(group: Any, out: torch.Tensor, x: torch.Tensor) -> Messages:
@@ -53,14 +68,14 @@ def all_to_all(group: Any, out: torch.Tensor, x: torch.Tensor) -> Messages:
     pieces, places, rank = x.chunk(group.size()), out.chunk(group.size()), group.rank()
     works = _sent(group, pieces, places)
     places[rank].copy_(pieces[rank])
-    return Messages(works)
+    return Messages(group, works)
 
 
 def reduce_scatter(group: Any, out: torch.Tensor, x: torch.Tensor) -> Messages:
     """Rank i gets the sum of the i-th pieces of `x` of all ranks."""
     pieces, rank = x.chunk(group.size()), group.rank()
     parts = [pieces[rank] if i == rank else torch.empty_like(out) for i in range(len(pieces))]
-    return Messages(_sent(group, pieces, parts), partial(_sum, parts, out))
+    return Messages(group, _sent(group, pieces, parts), partial(_sum, parts, out))
 
 
 def _sum(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:

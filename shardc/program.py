@@ -143,6 +143,12 @@ class Program:
         return any(stops_at_sum(p.layout) for p in self.registered.values() if p.layout.trainable)
 
     @property
+    def summed(self) -> set[str]:
+        """Names of the parameters of this program that the last backward of a step adds sums to, where sums wait
+        between two hops."""
+        return {p.layout.name for p in self._accumulators.values()} if self._stops_at_sums else set()
+
+    @property
     def _accumulators(self) -> dict[str, Param]:
         return {n: p for n, p in self.params.items() if p.needs_sync and p.layout.trainable}
 

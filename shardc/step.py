@@ -110,8 +110,12 @@ class Sharded:
             self.tensor.grad = UnsyncedGradient(self.tensor, self.name)
         self.accumulator = value.to(accumulator_dtype(self.param))
 
-    def take(self) -> torch.Tensor | None:
-        """What has accumulated, handed over to a backward that adds to it; `.grad` is what was synced before."""
+    def take(self) -> torch.Tensor:
+        """What has accumulated, handed over to a backward that adds to it; `.grad` is what was synced before. Zeros,
+        where nothing has."""
+        if self.accumulator is None:
+            layout, dtype = self.param.layout, accumulator_dtype(self.param)
+            return torch.zeros(layout.rung_shape(layout.grads), dtype=dtype, device=self.hollow.device)
         value, self.tensor.grad = self.accumulator, self.synced_grad
         self.clear()
         return value
@@ -368,12 +372,15 @@ class Step:
         ]
 
     def _waiting(self, synced: bool) -> dict[str, Sharded]:
-        """Parameters whose earlier gradients this backward adds to."""
+        """Parameters whose earlier gradients this backward adds to. Where these wait between two hops, all parameters:
+        buckets are others with sums than without, and another rank may have some where this one was told to drop
+        them."""
         own = {p.name for p in self.params.values()}
+        summed = self.program.summed if synced and not self.runtime.first else set()
         return {
             self.runtime.keys[name]: p
             for name, p in self.runtime.params.items()
-            if p.accumulator is not None and (synced or name in own)
+            if name in summed or (p.accumulator is not None and (synced or name in own))
         }
 
     def _residual(self, node: fx.Node) -> torch.Tensor:
