@@ -36,7 +36,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 SIZES = tuple(1 << n for n in range(12, 27, 2))
 """Bytes of the full value of a collective."""
 SECONDS = 0.25
-"""for which a collective of one size is repeated, at most; a size that takes longer is the last"""
+"""for which a collective of one size is repeated; a size that takes longer is the last"""
 Say = Callable[[str], None]
 
 

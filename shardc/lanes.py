@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import lru_cache
 from queue import SimpleQueue
 from typing import Any
 
@@ -170,9 +169,5 @@ _BY_MESSAGES = {
 
 def issue(kind: str, group: Any, out: torch.Tensor, x: torch.Tensor) -> Any:
     """A collective on a group, whose result is in `out` when what this returns was waited for."""
-    by_messages = kind in _BY_MESSAGES and not x.is_cuda and _is_gloo(group)
+    by_messages = kind in _BY_MESSAGES and not x.is_cuda and _torch.is_gloo(group)
     return (_BY_MESSAGES if by_messages else _ISSUE)[kind](group, out, x)
-
-
-_is_gloo = lru_cache(_torch.is_gloo)
-"""It takes longer to find out than to send a message. A group that stands before another is another one."""
