@@ -8,7 +8,7 @@ but for values that Inductor fuses into the one op that uses them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from passes.build import outputs, placeholders
 from passes.errors import Error
 from passes.feedback import residual_shapes
 from passes.memory import Life, levels_of, lives
+from passes.text import value_of
 from passes.wire import lost
 from shardc.times import is_fused
 
@@ -34,6 +35,7 @@ GATHERED = "gathered parameters"
 GRADIENTS = "gradients"
 ACTIVATIONS = "activations"
 RESIDUALS = "residuals of wires"
+ROOMS = "what is on its way to and from other ranks"
 
 REMEDIES = {
     MASTER: "shard `optim` over more axes",
@@ -42,12 +44,14 @@ REMEDIES = {
     GRADIENTS: "shard `grads` over more axes",
     GATHERED: "break the block that needs so many parameters at once into smaller ones",
     RESIDUALS: "leave `error_feedback`",
+    ROOMS: "give the plan a `memory_limit`, so that fewer hops are in flight at once",
     ACTIVATIONS: "take a smaller batch, or checkpoint blocks (torch.utils.checkpoint)",
 }
 
 
 BY_MESSAGES = ("gloo",)
-"""Libraries on which pieces of the other ranks arrive beside what they are summed in (`shardc.messages`)."""
+"""Libraries on which what a hop sends to ranks that are near is in shared memory (`shardc.near`), and what it sends to
+others arrives beside what it is summed in (`shardc.messages`)."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +103,15 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
     inputs_bytes = _inputs_bytes(program)
     copies_bytes = gradient_bytes = 0
     residuals_bytes = _residuals_bytes(program)
+    rooms_bytes = _rooms_bytes(graph for _, graph in calls) if program.library in BY_MESSAGES else 0
     saved = _Saved()
     for variant, graph in calls:
         given_up = saved.given_up(graph) if variant.half == "backward" else set()
         living = [life for life in lives(graph, given_up) if life.node in given_up or _is_made(life)]
-        living += _arriving(graph) if program.library in BY_MESSAGES else []
         kept = Counter({MASTER: found.rest_bytes, COPIES: copies_bytes, ACTIVATIONS: inputs_bytes})
         kept[GRADIENTS] = 0 if variant.accumulated else gradient_bytes
         kept[RESIDUALS] = residuals_bytes - _taken_bytes(graph)
+        kept[ROOMS] = rooms_bytes
         levels = [kept.total() + level for level in levels_of(living, len(graph.nodes))]
         found.levels.append(levels)
         kinds = _kinds(graph, variant, saved)
@@ -120,7 +125,7 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
             _, taken, copies = (*outputs(graph), {})[:3]
             copies_bytes = _bytes_of(living, copies.values()) or copies_bytes
             saved = _Saved.of(taken, living, set(copies.values()), kinds)
-    found.end_bytes = found.rest_bytes + copies_bytes + gradient_bytes + residuals_bytes
+    found.end_bytes = found.rest_bytes + copies_bytes + gradient_bytes + residuals_bytes + rooms_bytes
     return found
 
 
@@ -217,16 +222,22 @@ def _inputs_bytes(program: Program) -> int:
     return sum(life.bytes for life in lives(program.halves[0]) if life.node in own)
 
 
-def _arriving(graph: fx.Graph) -> list[Life]:
-    """What the other ranks send of each reduce-scatter, from its start until it is waited for."""
+def _rooms_bytes(graphs: Iterable[fx.Graph]) -> int:
+    """The most that is between start and wait at once. It is kept, for the next that is sent."""
+    return max((max(levels_of(_sent(graph), len(graph.nodes))) for graph in graphs), default=0)
+
+
+def _sent(graph: fx.Graph) -> Iterator[Life]:
+    """What a hop sends: a gather the same to all, others each piece to another rank."""
     position = {node: i for i, node in enumerate(graph.nodes)}
-    found = []
-    for start in graph.find_nodes(op="call_function", target=ops.reduce_scatter):
-        end = start
-        while (wait := ops.wait_of(end)) is None:
-            end = next(iter(end.users))
-        found.append(Life(start, ops.moved_bytes(start), position[start], position[wait], {start}))
-    return found
+    for start in filter(ops.is_start, graph.nodes):
+        if ops.hop(start).kind != "all_reduce":
+            end = start
+            while (wait := ops.wait_of(end)) is None:
+                end = next(iter(end.users))
+            gathers = ops.hop(start).kind == "all_gather"
+            size_bytes = value_of(start.args[0]).nbytes if gathers else ops.moved_bytes(start)
+            yield Life(start, size_bytes, position[start], position[wait])
 
 
 def _is_made(life: Life) -> bool:

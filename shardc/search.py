@@ -3,10 +3,10 @@
 Of every row of the ladder, with factors inside axes and with every wire that is allowed, closed forms say what it must
 hold, and a time that no schedule of it can beat (`shardc.space`). Plans are then simulated on the real graph
 (`shardc.predict`), a few, the most promising first, but none that cannot beat the best so far by more than a tolerance;
-what the others could be faster by at most is known. Those that are likely not to fit, judged by how much more than the
-closed forms say the ones before them held, are put off. Of plans that move the same bytes in the same calls only one is
-simulated: the one whose chains have fewest hops, and that holds least. At last, what memory the best leaves over buys
-less communication, layer by layer (`shardc.refine`).
+what those that move other bytes could be faster by at most is known. Those that are likely not to fit, judged by how
+much more than the closed forms say the ones before them held, are put off. Of plans that move the same bytes in the
+same calls only one is simulated: the one whose chains have fewest hops, and that holds least. At last, what memory the
+best leaves over buys less communication, layer by layer (`shardc.refine`).
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """By what part of the best step a plan that was not simulated could be faster, at most."""
+        """By what part of the best step a plan that moves something else than the simulated ones could be faster, at
+        most. (One that moves the same, `Candidate.twin`, is taken to be as fast.)"""
         others = [c.bound_us for c in self.ranked if not c.prediction and not c.twin and self._may_fit(c)]
         return max(0.0, 1 - min(others, default=self.best.step_us) / self.best.step_us)
 
@@ -313,8 +314,8 @@ def _lines(found: Found) -> Iterator[str]:
     best = found.best.prediction
     assert best
     yield (
-        f"{len(found.ranked)} plans looked at, {found.simulated} simulated, in {found.seconds:.0f} s; what was not "
-        f"simulated could be faster by {found.gap:.1%} at most"
+        f"{len(found.ranked)} plans looked at, {found.simulated} simulated, in {found.seconds:.0f} s; what moves other "
+        f"bytes than these could be faster by {found.gap:.1%} at most"
     )
     yield f"best      {best.plan}"
     yield (

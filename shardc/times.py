@@ -94,6 +94,8 @@ def bandwidth_us(topology: Topology, kind: str, axis: str, sent_bytes: float) ->
 
 LONG = 16.0
 """latencies: what takes longer goes on its own, as soon as it is needed or made"""
+OUTRUN = 2.5
+"""times as much as compute has to do: with so much on a lane, compute waits for it throughout, wherever a hop is"""
 
 
 def busy_us(us: Times, topology: Topology) -> dict[str, float]:
@@ -127,13 +129,14 @@ class Merging:
     """of the busiest lane, were nothing merged, as a part of compute"""
 
     def pays(self, start: fx.Node, at_end: bool = False) -> bool:
-        """`at_end`: with nothing to hide behind but the rest of its block, which can begin when a part has come."""
+        """`at_end`: with nothing to hide behind but the rest of its block, which can begin when a part has come. That
+        gains nothing where compute waits for the lane anyway."""
         chain = _chain(start)
         first, last = chain[0], chain[-1]
         sent = sum(sent_us(hop, self.topology) for hop in chain)
         saved_us = sum(hop_us(hop, self.topology) for hop in chain) - sent
         launches_us = len(chain) * self.topology.computes.launch_us
-        if sent >= (1.0 if at_end else LONG) * (saved_us + launches_us):
+        if sent >= (1.0 if at_end and self.load < OUTRUN else LONG) * (saved_us + launches_us):
             return False
         if ops.hop(start).kind != "all_gather":
             return True

@@ -21,6 +21,7 @@ from llama import Config, Llama
 
 import shardc
 from shardc.footprint import Footprint, footprint
+from shardc.near import held_bytes
 
 TOPOLOGY = shardc.Topology(node=2, gpu=2)
 PLANS = {
@@ -80,7 +81,7 @@ def measure(plan: shardc.Plan, micro_batches: int) -> tuple[int, Footprint]:
         optimizer.zero_grad()
     program = shardc.programs(model)[0]
     foretold = footprint(program, [(v, program.graph(v)) for v in program.step(micro_batches)])
-    measured = foretold.rest_bytes + batch.nbytes + sorted(peaks[WARMUP:])[STEPS // 2]
+    measured = foretold.rest_bytes + batch.nbytes + sorted(peaks[WARMUP:])[STEPS // 2] + held_bytes()
     return measured, foretold
 
 

@@ -19,12 +19,12 @@ HEAD = (
     *("first loss", "last loss", "losses off"),
 )
 NOTE = """\
-step: median of the slowest rank's. MB sent: by the first host in a step; closed form: of the plan, over the node axis.
-exposed: the step less that of the same model without communication (its update of as many parameters as a rank has).
-bound: the largest of that, of the closed form's bytes at the goodput of the link, and of the bound of the simulation
-with the update. best baseline / step: how many times as fast as the fastest baseline of the same precision (of bf16
-for int8 and int4), and as the fastest of those whose peak memory is not above the row's own (by 1%). losses off: the
-largest relative difference from one process."""
+step: median; a step is over when the last rank is through with it. MB sent: by the first host in a step; closed form:
+of the plan, over the node axis. exposed: the step less that of the same model without communication (its update of as
+many parameters as a rank has). bound: the largest of that, of the closed form's bytes at the goodput of the link, and
+of the bound of the simulation with the update. best baseline / step: how many times as fast as the fastest baseline of
+the same precision (of bf16 for int8 and int4), and as the fastest of those whose peak memory is not above the row's own
+(by 1%). losses off: the largest relative difference from one process."""
 SAME_MEMORY = 1.01
 """An allocator is looked at now and then, and is never twice at the same."""
 

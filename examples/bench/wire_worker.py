@@ -29,6 +29,7 @@ import shardc
 from passes import ops
 from passes.order import Orders
 from shardc.cost import crossing, step_bytes
+from shardc.near import held_bytes
 from shardc.predict import predicted
 from shardc.program import Program, Variant
 
@@ -135,11 +136,14 @@ class Loop:
         self.accumulated_s, self.updated_s = [], [time.perf_counter()]
 
     def took_s(self) -> dict[str, list[float]]:
-        """Of all steps: each as long as the slowest rank took."""
-        whole = [end - begin for begin, end in pairwise(self.updated_s)]
-        first = [end - begin for begin, end in zip(self.updated_s, self.accumulated_s, strict=False)]
-        second = [whole_s - first_s for whole_s, first_s in zip(whole, first, strict=True)]
-        return {"steps_s": slowest(whole), "accumulate_s": slowest(first), "update_s": slowest(second)}
+        """Of all steps: from when the last rank was through with one to when the last was through with the next. (All
+        have the same clock, that of the machine.)"""
+        ends, middles = slowest(self.updated_s), slowest(self.accumulated_s)
+        return {
+            "steps_s": [end - begin for begin, end in pairwise(ends)],
+            "accumulate_s": [middle - begin for begin, middle in zip(ends, middles, strict=False)],
+            "update_s": [end - middle for middle, end in zip(middles, ends[1:], strict=True)],
+        }
 
 
 def measured(task: Task) -> Result:
@@ -197,8 +201,9 @@ def mean(losses: list[torch.Tensor]) -> list[float]:
 
 
 def peak_bytes(loop: Loop) -> int:
-    """The most of a few steps on this rank, with the tensors that live between them (DDP's buckets are such, too)."""
-    return max(grown(loop.step) for _ in range(PEAK_STEPS)) + storages(tensors())
+    """The most of a few steps on this rank, with the tensors that live between them (DDP's buckets are such, too) and
+    the memory that ranks share."""
+    return max(grown(loop.step) for _ in range(PEAK_STEPS)) + storages(tensors()) + held_bytes()
 
 
 def tensors() -> Iterator[torch.Tensor]:

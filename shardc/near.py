@@ -1,0 +1,267 @@
+"""Near: ranks of one host hand each other values in shared memory.
+
+Gloo sends a value to the process beside it as it does to another host: through TCP, copied into the kernel and out of
+it, in pieces, by threads that have to wake up. Here the sender copies it into memory that both have mapped, and who
+waits for it reads it where it lies. A letter of two numbers, over a Unix socket, says that it is there, and in which
+room of that memory; letters keep their order, and who dies closes its sockets. A room is used again when all its
+readers have written into it that they have read it; nobody waits for one, for there is another as soon as none is free.
+
+Whom a Unix socket without a path reaches shares kernel and network with this rank, and that is what near means. Rooms
+have no names (`memfd_create`; the socket passes the descriptor on), so they are gone with the last process that has
+mapped them, however it ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from shardc import _torch
+
+CPU = torch.device("cpu")
+TAG = 0x5AD + 1
+"""of what is said when ranks find each other"""
+LETTER = struct.Struct("qq")
+"""Which room of the sender, and how many values it has had in it."""
+WASTE = 2
+"""A room is as large as what it holds, or up to so many times as large."""
+
+
+class Room:
+    """Memory for one value at a time. It begins with a number for each rank: of the last value that it has read."""
+
+    def __init__(self, fd: int, ranks: int, readers: Sequence[int] = ()):
+        self.memory = mmap.mmap(fd, 0)
+        self.read = memoryview(self.memory).cast("q")
+        self.offset = _pages(8 * ranks)
+        self.bytes = len(self.memory) - self.offset
+        self.readers = readers
+        self.value = 0
+        """how many it has had"""
+
+    @property
+    def is_free(self) -> bool:
+        return all(self.read[rank] == self.value for rank in self.readers)
+
+    def like(self, x: torch.Tensor) -> torch.Tensor:
+        """What is in it, which is like another tensor."""
+        flat = torch.frombuffer(self.memory, dtype=x.dtype, count=x.numel(), offset=self.offset)
+        return flat.view(x.shape)
+
+
+class Peer:
+    """Another rank, and what has come from it."""
+
+    def __init__(self, rank: int, ranks: int, connection: socket.socket, timeout_s: float):
+        self.rank, self.ranks, self.connection, self.timeout_s = rank, ranks, connection, timeout_s
+        connection.settimeout(timeout_s)
+        self.rooms: dict[int, Room] = {}
+        self.letters: dict[int, tuple[int, int]] = {}
+        """that nobody has taken yet, by their place in the order of all"""
+        self.expected = self.came = 0
+        self.changed = threading.Condition()
+        self.is_read = False
+        """whether a thread reads the socket"""
+
+    def send(self, room: int, value: int, fd: int | None) -> None:
+        try:
+            socket.send_fds(self.connection, [LETTER.pack(room, value)], [] if fd is None else [fd])
+        except OSError as error:
+            raise RuntimeError(f"Connection to rank {self.rank} of the group: {error}") from None
+
+    def expect(self) -> int:
+        """The place of the next letter that nobody expects yet."""
+        self.expected += 1
+        return self.expected
+
+    def take(self, place: int) -> tuple[Room, int]:
+        """Waits for a letter; returns the room, and the number of the value. One thread reads the socket, for all."""
+        with self.changed:
+            while place not in self.letters:
+                if self.is_read:
+                    self.changed.wait()
+                else:
+                    self._next()
+            room, value = self.letters.pop(place)
+            return self.rooms[room], value
+
+    def _next(self) -> None:
+        self.is_read = True
+        self.changed.release()
+        try:
+            room, value, fds = self._received()
+        finally:
+            self.changed.acquire()
+            self.is_read = False
+            self.changed.notify_all()
+        for fd in fds:
+            self.rooms[room] = Room(fd, self.ranks)
+            os.close(fd)
+        self.came += 1
+        self.letters[self.came] = room, value
+
+    def _received(self) -> tuple[int, int, list[int]]:
+        try:
+            said, fds, _, _ = socket.recv_fds(self.connection, LETTER.size, 1)
+        except TimeoutError:
+            raise RuntimeError(
+                f"Timed out after {self.timeout_s:g} s waiting for rank {self.rank} of the group"
+            ) from None
+        except OSError as error:
+            raise RuntimeError(f"Connection to rank {self.rank} of the group: {error}") from None
+        if not said:
+            raise RuntimeError(f"Connection closed by rank {self.rank} of the group")
+        return *LETTER.unpack(said), fds
+
+
+class Near:
+    """What a rank shares with those of its group that are near."""
+
+    def __init__(self, rank: int, ranks: int, connections: Mapping[int, socket.socket], timeout_s: float):
+        self.rank, self.ranks = rank, ranks
+        self.rooms: list[Room] = []
+        self.peers = {other: Peer(other, ranks, connection, timeout_s) for other, connection in connections.items()}
+
+    def put(self, pieces: Sequence[torch.Tensor]) -> None:
+        """For each peer its piece; what is the same for all is in one room."""
+        if self.peers and all(piece is pieces[0] for piece in pieces):
+            self._put(pieces[0], list(self.peers))
+        else:
+            for rank in self.peers:
+                self._put(pieces[rank], [rank])
+
+    def _put(self, x: torch.Tensor, readers: Sequence[int]) -> None:
+        fitting = (i for i, room in enumerate(self.rooms) if _fits(room, x, readers))
+        index = next(fitting, len(self.rooms))
+        fd = self._more(x.nbytes, readers) if index == len(self.rooms) else None
+        room = self.rooms[index]
+        room.like(x).copy_(x)
+        room.value += 1
+        for rank in readers:
+            self.peers[rank].send(index, room.value, fd)
+        if fd is not None:
+            os.close(fd)  # in flight it stays open
+
+    def _more(self, size_bytes: int, readers: Sequence[int]) -> int:
+        """One room more, and its descriptor."""
+        fd = os.memfd_create("shardc")
+        os.ftruncate(fd, _pages(8 * self.ranks) + _pages(size_bytes))
+        self.rooms.append(Room(fd, self.ranks, readers))
+        return fd
+
+    def expect(self, like: Sequence[torch.Tensor]) -> dict[int, Letter]:
+        """The next value from each peer, which is like a tensor."""
+        return {rank: Letter(self, peer, like[rank]) for rank, peer in self.peers.items()}
+
+
+def _fits(room: Room, x: torch.Tensor, readers: Sequence[int]) -> bool:
+    return x.nbytes <= room.bytes <= WASTE * _pages(x.nbytes) and room.readers == readers and room.is_free
+
+
+class Letter:
+    """A value that another rank has put or will put."""
+
+    def __init__(self, near: Near, peer: Peer, like: torch.Tensor):
+        self.near, self.peer, self.like = near, peer, like
+        self.place = peer.expect()
+
+    def open(self) -> torch.Tensor:
+        """Waits for the value, and returns it where it lies: not to be used after `close`."""
+        self.room, self.value = self.peer.take(self.place)
+        return self.room.like(self.like)
+
+    def close(self) -> None:
+        """It was read."""
+        self.room.read[self.near.rank] = self.value
+
+
+_NEAR: WeakKeyDictionary[Any, Near] = WeakKeyDictionary()
+
+
+def near(group: Any) -> Near:
+    """Of a group on Gloo. The first time, all its ranks have to come here."""
+    found = _NEAR.get(group)
+    if found is None:
+        timeout_s = _torch.timeout_of(group, CPU).total_seconds()
+        connections = _connections(group, timeout_s)
+        found = _NEAR[group] = Near(group.rank(), group.size(), connections, timeout_s)
+    return found
+
+
+def held_bytes() -> int:
+    """In all rooms of this process, used or not."""
+    return sum(room.bytes for it in _NEAR.values() for room in it.rooms)
+
+
+# How ranks find each other
+
+
+def _connections(group: Any, timeout_s: float) -> dict[int, socket.socket]:
+    """To each other rank that is near: the lower one calls, the higher one answers."""
+    rank, ranks = group.rank(), group.size()
+    name, secret = secrets.randbits(62), secrets.randbits(62)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.settimeout(timeout_s)
+        door.bind(_address(name))
+        door.listen(ranks)
+        said = _exchanged(group, {other: [name, secret] for other in range(ranks)})
+        called = {other: _call(said[other], rank) for other in range(rank + 1, ranks)}
+        calls = _exchanged(group, {other: [int(called.get(other) is not None)] for other in range(ranks)})
+        answered = _answer(door, secret, sum(calls[other][0] for other in range(rank)), timeout_s)
+    return answered | {other: it for other, it in called.items() if it is not None}
+
+
+def _address(name: int) -> str:
+    return f"\0shardc-{name:x}"
+
+
+def _call(said: list[int], rank: int) -> socket.socket | None:
+    """None where nobody is: the other rank is on another host."""
+    name, secret = said
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(_address(name))
+    except ConnectionRefusedError:
+        connection.close()
+        return None
+    connection.send(LETTER.pack(secret, rank))
+    return connection
+
+
+def _answer(door: socket.socket, secret: int, count: int, timeout_s: float) -> dict[int, socket.socket]:
+    """To all that call, and know the secret."""
+    found: dict[int, socket.socket] = {}
+    while len(found) < count:
+        connection, _ = door.accept()
+        connection.settimeout(timeout_s)
+        said = connection.recv(LETTER.size)
+        if len(said) == LETTER.size and LETTER.unpack(said)[0] == secret:
+            found[LETTER.unpack(said)[1]] = connection
+        else:
+            connection.close()
+    return found
+
+
+def _exchanged(group: Any, numbers: dict[int, list[int]]) -> dict[int, list[int]]:
+    """To each rank its numbers, and from each other one what it has for this one."""
+    others = [rank for rank in numbers if rank != group.rank()]
+    sent = {rank: torch.tensor(numbers[rank]) for rank in others}
+    found = {rank: torch.empty_like(sent[rank]) for rank in others}
+    works = [group.recv([found[rank]], rank, TAG) for rank in others]
+    works += [group.send([sent[rank]], rank, TAG) for rank in others]
+    for work in works:
+        work.wait(_torch.timeout_of(group, CPU))
+    return {rank: it.tolist() for rank, it in found.items()}
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
