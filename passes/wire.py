@@ -71,6 +71,13 @@ def message_bytes(elements: int, wire: str, block: int) -> int:
     return blocks * (block * BITS[wire] // 8 + SCALE_BYTES)
 
 
+def saves(wire: str, elements: int, dtype: torch.dtype, block: int) -> bool:
+    """Whether a message of so many elements is smaller than they are. Few do not fill a block."""
+    if wire in CASTS:
+        return narrower(wire, dtype)
+    return message_bytes(elements, wire, block) < elements * dtype.itemsize
+
+
 # Ops
 
 

@@ -117,7 +117,7 @@ def _sent(plan: Plan, layout: Layout, parameter: Parameter) -> Iterator[tuple[st
     _, dtype, trainable = parameter
     weight = plan.compute_dtype(dtype)
     gradient = plan.reduce_dtype or weight
-    wires = plan.wires(layout.name, dtype, trainable)
+    wires = plan.wires(layout, dtype)
     row = (layout.params, layout.after_forward, layout.grads, layout.optim)
     hops = (hop for hop in step_hops(row, layout.axes, trainable) if hop.size > 1)
     for _, group in groupby(hops, lambda hop: _fused(plan, layout, wires, hop)):

@@ -27,6 +27,7 @@ from passes.errors import Error
 from shardc import _torch
 from shardc.calibrate import calibrate, measured_device, summary
 from shardc.compile import compile as compile_model
+from shardc.near import near
 from shardc.plan import Plan
 from shardc.topology import Topology
 from shardc.trace import trace
@@ -97,7 +98,14 @@ def links() -> str:
             f"ranks {ranks} compute at less than {SLOWER:.0%} of the others' speed; every step waits for them",
             fix="see what else runs on their hosts, and how they are cooled",
         )
-    return "\n" + summary(topology)
+    return "\n" + summary(topology) + _shared()
+
+
+def _shared() -> str:
+    """Whether ranks of one host share memory, where NCCL does not see to that."""
+    if not _torch.is_gloo(dist.group.WORLD):
+        return ""
+    return f"\nrank 0 shares memory with {len(near(dist.group.WORLD).peers)} of {dist.get_world_size() - 1} other ranks"
 
 
 def slow_ranks() -> list[int]:

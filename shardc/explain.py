@@ -54,6 +54,8 @@ def _why_as_it_is(plan: Plan, param: Param) -> str:
         return f"wire_except has {pattern!r}"
     if not param.master_dtype.is_floating_point:
         return "no floating numbers"
+    if plan.leaves_blocks_empty(param.layout, param.master_dtype):
+        return f"too few elements a shard to fill blocks of {plan.wire_block}"
     return "as narrow already, or all-reduced over an axis of reduce_wire"
 
 

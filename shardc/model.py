@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from torch.distributed.tensor import DTensor
 from passes.errors import Error
 from passes.insert import Param
 from passes.layout import Layout
+from passes.wire import NONE, Wires
 from shardc import _torch
 from shardc.capture import hollow
 from shardc.leaf import leaf
-from shardc.plan import Plan
+from shardc.plan import WIRE_BLOCK, Plan
 from shardc.step import Runtime
 
 Slot = tuple[dict[str, Any], str, str]
@@ -70,13 +72,30 @@ def params_of(plan: Plan, parameters: dict[str, nn.Parameter]) -> dict[str, Para
     """Layouts and dtypes by parameter name."""
     layouts = plan.layouts({name: (tuple(p.shape), p.requires_grad) for name, p in parameters.items()})
     scale = 1 / plan.topology.world if plan.reduce == "mean" else 1.0
-    return {name: _param(plan, layouts[name], p.dtype, scale) for name, p in parameters.items()}
+    params = {name: _param(plan, layouts[name], p.dtype, scale) for name, p in parameters.items()}
+    _check_blocks(plan, params)
+    return params
+
+
+def _check_blocks(plan: Plan, params: dict[str, Param]) -> None:
+    """Raises `Error` for blocks that are larger than usual, so large that nothing travels in the plan's wires. Where
+    nobody chose them, `explain` says so."""
+    if plan.wire_block <= WIRE_BLOCK:
+        return
+    empty = [p.layout for p in params.values() if plan.leaves_blocks_empty(p.layout, p.master_dtype)]
+    if empty and all(p.wires in (NONE, Wires(block=plan.wire_block)) for p in params.values()):
+        most = max(prod(layout.rung_shape(layout.optim)) for layout in empty)
+        raise Error(
+            f"wire_block is {plan.wire_block}, but no parameter has a shard that fills a block: the largest has "
+            f"{most} elements, and would take more bytes than it does as it is",
+            fix=f"wire_block={max(8, most // 8 * 8)}, or no gather_wire and reduce_wire",
+        )
 
 
 def _param(plan: Plan, layout: Layout, master: torch.dtype, scale: float) -> Param:
     compute = plan.compute_dtype(master)
     rest = compute if layout.params < layout.optim else master
-    wires = plan.wires(layout.name, master, layout.trainable)
+    wires = plan.wires(layout, master)
     return Param(layout, rest, plan.reduce_dtype or compute, master, scale, wires)
 
 

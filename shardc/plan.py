@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
@@ -22,7 +23,7 @@ import torch
 
 from passes.errors import Error
 from passes.layout import Layout
-from passes.wire import FORMATS, LARGEST, NONE, Wires, narrower
+from passes.wire import FORMATS, LARGEST, NONE, Wires, narrower, saves
 from shardc.rest import dtype_name, mib, rest_lines, state_bytes
 from shardc.topology import RungSpec, Topology
 
@@ -37,6 +38,8 @@ WIRES = ("gather_wire", "reduce_wire", "wire_block", "wire_except", "error_feedb
 PARO = ("NNN", "NNI", "NII", "INI", "III", "NNG", "NIG", "NGG", "ING", "IIG", "IGG", "GNG", "GIG", "GGG")
 """PaRO's strategies (arXiv 2310.06003): letters for params, grads, optim."""
 
+WIRE_BLOCK = 256
+"""Elements that share a scale, where nobody says how many."""
 WIRE_EXCEPT = ("*norm*", "*bias", "*embed*", "*ln_*", "*wte*", "*wpe*")
 """Norms, biases and embeddings: small, or sensitive."""
 
@@ -134,7 +137,7 @@ class Plan:
         memory_limit: int | str | None = None,
         gather_wire: Wire | None = None,
         reduce_wire: Wire | None = None,
-        wire_block: int = 256,
+        wire_block: int = WIRE_BLOCK,
         wire_except: Iterable[str] = WIRE_EXCEPT,
         error_feedback: bool = False,
         chain: Literal["hop", "flat", "auto"] = "hop",
@@ -181,16 +184,26 @@ class Plan:
                 row = _merged(self.topology, row, changes, pattern, name)
         return row if trainable else row._replace(grads=row.params, optim=row.params)
 
-    def wires(self, name: str, dtype: torch.dtype, trainable: bool = True) -> Wires:
-        """The formats in which a parameter of a master dtype travels. What is as narrow as its format already, or is no
-        floating number, travels as it is; so do gradients that an override has all-reduced over an axis."""
-        if not dtype.is_floating_point or any(fnmatchcase(name, pattern) for pattern in self.wire_except):
+    def wires(self, layout: Layout, dtype: torch.dtype) -> Wires:
+        """The formats in which a parameter of a master dtype travels. What would not be smaller (as narrow as its
+        format already, or not enough to fill blocks) and what is no floating number travels as it is; so do gradients
+        that an override has all-reduced over an axis."""
+        if not dtype.is_floating_point or any(fnmatchcase(layout.name, pattern) for pattern in self.wire_except):
             return NONE
-        compute = self.compute_dtype(dtype)
-        scattered = {axis for axis, _ in self.topology.inner[: self.row(name, trainable).optim]}
-        gather = tuple(it for it in self.gather_wire if narrower(it[1], compute))
-        reduce = tuple(it for it in self.reduce_wire if narrower(it[1], self.reduce_dtype or compute))
-        return Wires(gather, tuple(it for it in reduce if it[0] in scattered), self.wire_block)
+        compute, shard = self.compute_dtype(dtype), prod(layout.rung_shape(layout.optim))
+        scattered = {axis for axis, _ in layout.axes[: layout.optim]}
+
+        def smaller(formats: Iterable[tuple[str, str]], plain: torch.dtype) -> tuple[tuple[str, str], ...]:
+            return tuple(it for it in formats if saves(it[1], shard, plain, self.wire_block))
+
+        reduce = (it for it in self.reduce_wire if it[0] in scattered)
+        return Wires(smaller(self.gather_wire, compute), smaller(reduce, self.reduce_dtype or compute), self.wire_block)
+
+    def leaves_blocks_empty(self, layout: Layout, dtype: torch.dtype) -> bool:
+        """Whether a parameter has so few elements a shard that a format of the plan would not make them less."""
+        shard, compute = prod(layout.rung_shape(layout.optim)), self.compute_dtype(dtype)
+        formats = {wire for _, wire in (*self.gather_wire, *self.reduce_wire) if narrower(wire, compute)}
+        return any(not saves(wire, shard, compute, self.wire_block) for wire in formats)
 
     def compute_dtype(self, master: torch.dtype) -> torch.dtype:
         """What the model computes in: `param_dtype` for floating parameters."""
@@ -280,7 +293,7 @@ class Plan:
         given += [f"memory_limit={self.memory_limit}"] * (self.memory_limit is not None)
         given += [f"{key}={dict(getattr(self, key))!r}" for key in WIRES[:2] if getattr(self, key)]
         given += [f"chain={self.chain!r}"] * (self.chain != "hop")
-        given += [f"wire_block={self.wire_block}"] * (self.wire_block != 256)
+        given += [f"wire_block={self.wire_block}"] * (self.wire_block != WIRE_BLOCK)
         given += [f"wire_except={self.wire_except!r}"] * (self.wire_except != WIRE_EXCEPT)
         given += ["error_feedback=True"] * self.error_feedback
         return f"Plan({self.topology!r}, {', '.join(given)})"
@@ -475,7 +488,7 @@ def _wire(topology: Topology, key: str, wire: object) -> tuple[tuple[str, str], 
 
 def _wire_block(block: object) -> int:
     if type(block) is not int or block < 8 or block % 8:
-        raise Error(f"wire_block is {block!r}", fix="a multiple of 8, such as 256")
+        raise Error(f"wire_block is {block!r}", fix=f"a multiple of 8, such as {WIRE_BLOCK}")
     return block
 
 

@@ -40,7 +40,7 @@ def state_bytes(plan: Plan, named: Mapping[str, Parameter], optimizer_states: in
 def _layout_bytes(plan: Plan, layout: Layout, dtype: torch.dtype, optimizer_states: int) -> dict[str, int]:
     own, copy = prod(layout.rung_shape(layout.optim)), prod(layout.rung_shape(layout.params))
     accumulator = prod(layout.rung_shape(layout.grads)) * (layout.grads != layout.optim)
-    wires = plan.wires(layout.name, dtype, layout.trainable) if plan.error_feedback else NONE
+    wires = plan.wires(layout, dtype) if plan.error_feedback else NONE
     wire = plan.reduce_dtype or plan.param_dtype or dtype
     return {
         "master": own * dtype.itemsize,

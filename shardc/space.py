@@ -33,15 +33,11 @@ from passes.memory import lives
 from passes.turn import from_params
 from passes.wire import BITS, CASTS, SCALE_BYTES
 from shardc.cost import MOVES
-from shardc.plan import Plan
+from shardc.plan import WIRE_BLOCK, Plan
 from shardc.predict import Predictor
 from shardc.program import Program, Variant
 from shardc.times import PIECES
 from shardc.topology import Topology
-
-BLOCK = 256
-"""Elements that share a scale in wires of these plans."""
-
 
 ONCE = ("refresh", "sync")
 """Moves of a step; the others are of each of its micro-batches."""
@@ -158,7 +154,7 @@ class Space:
         states: dict[str, Any] = {state: rung[factor] for state, factor in row._asdict().items()}
         up = self._wire(split, wiring.up, wiring.up_axes)
         down = self._wire(split, wiring.down, wiring.down_axes)
-        return Plan(split, **states, gather_wire=up, reduce_wire=down, wire_block=BLOCK, **self.options)
+        return Plan(split, **states, gather_wire=up, reduce_wire=down, **self.options)
 
     def cuts(self, row: Factors) -> int:
         """How many axes are split, and how often."""
@@ -359,7 +355,7 @@ class Space:
 def _element_bytes(form: str, own: int) -> float:
     if form in CASTS:
         return min(own, CASTS[form].itemsize)
-    return min(own, (BITS[form] * BLOCK / 8 + SCALE_BYTES) / BLOCK)
+    return min(own, (BITS[form] * WIRE_BLOCK / 8 + SCALE_BYTES) / WIRE_BLOCK)
 
 
 def _times(n: float, values: Sequence[float]) -> tuple[float, ...]:

@@ -223,13 +223,31 @@ def test_a_plan_with_wires_goes_through_json_and_says_them() -> None:
     assert eval(repr(ZEROPP), {"Plan": shardc.Plan, "Topology": shardc.Topology}) == ZEROPP
 
 
+def wires(plan: shardc.Plan, name: str, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (16, 32)) -> Wires:
+    return plan.wires(plan.layouts({name: (shape, True), "w": (shape, True)})[name], dtype)
+
+
 def test_norms_biases_and_embeddings_travel_as_they_are_and_so_does_what_is_narrow_already() -> None:
-    assert ZEROPP.wires("layers.0.mlp.weight", torch.float32).up("node") == "int8"
+    assert wires(ZEROPP, "layers.0.mlp.weight").up("node") == "int8"
     for name in ("layers.0.norm.weight", "layers.0.mlp.bias", "embed.weight"):
-        assert ZEROPP.wires(name, torch.float32) == Wires()
-    assert ZEROPP.wires("steps", torch.int64) == Wires()
+        assert wires(ZEROPP, name) == Wires()
+    assert wires(ZEROPP, "steps", torch.int64) == Wires()
     narrow = replace_options(param_dtype=torch.bfloat16, gather_wire={"node": "bf16"}, reduce_wire={"node": "bf16"})
-    assert narrow.wires("w", torch.float32) == Wires()
+    assert wires(narrow, "w") == Wires()
+
+
+def test_what_does_not_fill_a_block_travels_as_it_is() -> None:
+    plan = replace_options(gather_wire={"node": "int8"}, reduce_wire={"node": "int4"}, wire_block=256)
+    assert wires(plan, "w", shape=(16, 17)).up("node") == "int8"  # 68 elements a rank: 260 bytes for 272
+    assert wires(plan, "w", shape=(16, 16)) == Wires((), (("node", "int4"),))  # 64: 260 bytes for 256, or 132
+    assert wires(plan, "w", shape=(16, 8)) == Wires()
+
+
+def test_blocks_that_no_shard_fills_are_an_error() -> None:
+    plan = replace_options(gather_wire={"node": "int8"}, wire_block=1024)
+    says = "wire_block is 1024, but no parameter has a shard that fills a block: the largest has 16 elements"
+    with pytest.raises(shardc.Error, match=f"{says}(.|\\n)*wire_block=16"):
+        shardc.trace(nn.Linear(8, 8, bias=False), plan, torch.zeros(2, 8))
 
 
 def replace_options(**options: object) -> shardc.Plan:
@@ -255,8 +273,8 @@ def test_a_gradient_that_is_all_reduced_over_an_axis_has_no_wire_there() -> None
     with pytest.raises(shardc.Error, match="gradients are all-reduced over it(.|\\n)*optim='all'"):
         shardc.Plan.hsdp(TWO_BY_TWO, reduce_wire={"node": "int4"})
     plan = replace_options(reduce_wire={"node": "int4"}, overrides={"w": dict(params="gpu", grads="gpu", optim="gpu")})
-    assert plan.wires("w", torch.float32).down("node") == ""
-    assert plan.wires("v", torch.float32).down("node") == "int4"
+    assert wires(plan, "w", shape=(64, 64)).down("node") == ""
+    assert wires(plan, "v", shape=(64, 64)).down("node") == "int4"
 
 
 def test_scales_count_as_bytes() -> None:
