@@ -187,7 +187,7 @@ def test_a_slow_link_gets_its_gathers_earlier_than_a_fast_one() -> None:
 
 
 def buckets_of(
-    plan: str, gb_per_s: float, layers: int = 6, half: str = "forward", launch_us: float = 0.0
+    plan: str, gb_per_s: float, layers: int = 6, half: str = "forward", launch_us: float = 0.0, rows: int = 4
 ) -> list[tuple[str, ...]]:
     """What the hops carry, in order, by purpose and layer."""
     device = replace(DEVICE, memory_gb_per_s=1000.0, launch_us=launch_us)
@@ -195,15 +195,17 @@ def buckets_of(
     block = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     model = nn.Sequential(*(copy.deepcopy(block) for _ in range(layers)))
     made = shardc.Plan.paro(topology, "IIG") if plan == "IIG" else shardc.Plan.zero3(topology)
-    program = shardc.trace(model, made, torch.zeros(4, 64))
+    program = shardc.trace(model, made, torch.zeros(rows, 64))
     graph = program.refreshed() if half == "forward" else program.backward
     return [(ops.hop(n).purpose, *ops.hop(n).params) for n in graph.nodes if ops.is_start(n)]
 
 
-def test_where_there_is_little_to_hide_behind_large_parameters_go_one_by_one() -> None:
-    middling = buckets_of("zero3", gb_per_s=0.08)
+def test_where_there_is_little_to_hide_behind_large_parameters_go_one_by_one_unless_compute_waits_anyway() -> None:
+    middling = buckets_of("zero3", gb_per_s=0.08, rows=4096)
     assert ("gather", "0.0.weight") in middling and ("gather", "0.1.weight") in middling
     assert ("gather", "4.0.weight", "4.1.weight") in middling
+    waiting = buckets_of("zero3", gb_per_s=0.08, rows=512)
+    assert ("gather", "0.0.weight", "0.1.weight") in waiting
     fast = buckets_of("zero3", gb_per_s=1000.0)
     assert ("gather", "0.0.weight", "0.1.weight") in fast
 

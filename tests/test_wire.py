@@ -354,8 +354,10 @@ def test_real_processes_and_inductor_make_of_it_what_the_graphs_say(name: str, b
 
 def test_explain_says_in_what_hops_travel_and_what_does_not() -> None:
     topology = TWO_BY_TWO.with_links(Device("d", 1.0, 1.0, 1.0), node=Link(1.0, 1.0), gpu=Link(1.0, 1.0))
-    plan = shardc.Plan.zeropp(topology)
+    plan = shardc.Plan.zeropp(topology, wire_block=8)
     said = shardc.trace(small(), plan, *batch(0, 0, 0)).explain()
     assert "all_gather in int8" in said and "all_to_all in int4" in said
     assert "as they are: embed.weight: wire_except has '*embed*'" in said
     assert "blocks.0.norm.weight, blocks.0.norm.bias: wire_except has '*norm*'" in said
+    said = shardc.trace(small(), shardc.Plan.zeropp(topology), *batch(0, 0, 0)).explain()
+    assert "as they are: unused, blocks.0.gain and 4 others: too few elements a shard to fill blocks of 256" in said
