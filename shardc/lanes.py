@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from passes import ops
-from shardc import _torch, messages
+from shardc import _torch, messages, near
 from shardc.failures import failed
 from shardc.messages import Messages
 
@@ -87,6 +88,7 @@ class Lane:
         self.queued: threading.Event | None = None
         """that the last hop that was left to the thread was issued"""
         self.stream: torch.cuda.Stream | None = None
+        weakref.finalize(self, near.give_back, group).atexit = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lane:
         return self

@@ -8,7 +8,7 @@ readers have written into it that they have read it; nobody waits for one, for t
 
 Whom a Unix socket without a path reaches shares kernel and network with this rank, and that is what near means. Rooms
 have no names (`memfd_create`; the socket passes the descriptor on), so they are gone with the last process that has
-mapped them, however it ends.
+mapped them, however it ends; their memory is given back when the last model is gone that has used them.
 """
 
 from __future__ import annotations
@@ -47,10 +47,21 @@ class Room:
         self.readers = readers
         self.value = 0
         """how many it has had"""
+        self.is_filled = False
+        """whether it takes memory"""
 
     @property
     def is_free(self) -> bool:
         return all(self.read[rank] == self.value for rank in self.readers)
+
+    def put(self, x: torch.Tensor) -> None:
+        self.like(x).copy_(x)
+        self.value, self.is_filled = self.value + 1, True
+
+    def give_back(self) -> None:
+        """Its memory, wherever it is mapped; it takes some again when it is used again."""
+        self.memory.madvise(mmap.MADV_REMOVE, self.offset)
+        self.is_filled = False
 
     def like(self, x: torch.Tensor) -> torch.Tensor:
         """What is in it, which is like another tensor."""
@@ -144,8 +155,7 @@ class Near:
         index = next(fitting, len(self.rooms))
         fd = self._more(x.nbytes, readers) if index == len(self.rooms) else None
         room = self.rooms[index]
-        room.like(x).copy_(x)
-        room.value += 1
+        room.put(x)
         for rank in readers:
             self.peers[rank].send(index, room.value, fd)
         if fd is not None:
@@ -157,6 +167,12 @@ class Near:
         os.ftruncate(fd, _pages(8 * self.ranks) + _pages(size_bytes))
         self.rooms.append(Room(fd, self.ranks, readers))
         return fd
+
+    def give_back(self) -> None:
+        """The memory of rooms that nobody has yet to read."""
+        for room in self.rooms:
+            if room.is_filled and room.is_free:
+                room.give_back()
 
     def expect(self, like: Sequence[torch.Tensor]) -> dict[int, Letter]:
         """The next value from each peer, which is like a tensor."""
@@ -197,9 +213,16 @@ def near(group: Any) -> Near:
     return found
 
 
+def give_back(group: str) -> None:
+    """What ranks that are near share for a group, by its name: nobody needs it for now."""
+    for known, shared in list(_NEAR.items()):
+        if known.group_name == group:
+            shared.give_back()
+
+
 def held_bytes() -> int:
-    """In all rooms of this process, used or not."""
-    return sum(room.bytes for it in _NEAR.values() for room in it.rooms)
+    """In all rooms that this process has filled."""
+    return sum(room.bytes for it in _NEAR.values() for room in it.rooms if room.is_filled)
 
 
 # How ranks find each other

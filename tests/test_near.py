@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -74,6 +75,22 @@ def test_what_is_small_does_not_take_the_place_of_what_is_large() -> None:
     assert [room.value for room in sender.rooms] == [2, 1]
 
 
+def test_memory_is_given_back_of_what_was_read_and_taken_again() -> None:
+    sender, reader = pair()
+    read, unread = expected(reader), expected(reader)
+    for x in values(3)[1:]:
+        put(sender, x)
+    assert read.open().equal(values(3)[1])
+    read.close()
+    sender.give_back()
+    assert [room.is_filled for room in sender.rooms] == [False, True]
+    assert not sender.rooms[0].like(LIKE).any()
+    assert unread.open().equal(values(3)[2])
+    put(sender, values(3)[1])
+    assert len(sender.rooms) == 2
+    assert expected(reader).open().equal(values(3)[1])
+
+
 def test_a_thread_that_waits_for_a_later_letter_hands_out_earlier_ones() -> None:
     sender, reader = pair()
     first, second = expected(reader), expected(reader)
@@ -112,7 +129,8 @@ def test_nothing_is_sent_to_one_who_has_gone() -> None:
 
 
 def by_shared_memory() -> tuple[list[int], int]:
-    """Whom a rank is near, and how many rooms it has made for gathers that come one after the other."""
+    """Whom a rank is near, and how many rooms it has made for gathers that come one after the other. They are empty
+    when the lane is gone."""
     lane = Lane(dist.group.WORLD.group_name)
     for i in range(10):
         x = numbered(dist.get_rank(), 50 + i % 2, torch.float32)
@@ -120,6 +138,10 @@ def by_shared_memory() -> tuple[list[int], int]:
         assert found.equal(torch.cat([numbered(r, 50 + i % 2, torch.float32) for r in range(dist.get_world_size())]))
         dist.barrier()
     beside = near(dist.group.WORLD)
+    assert near_module.held_bytes() >= x.nbytes
+    del lane
+    gc.collect()
+    assert near_module.held_bytes() == 0
     return sorted(beside.peers), len(beside.rooms)
 
 
