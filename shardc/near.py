@@ -213,10 +213,10 @@ def near(group: Any) -> Near:
     return found
 
 
-def give_back(group: str) -> None:
-    """What ranks that are near share for a group, by its name: nobody needs it for now."""
+def give_back(group: str | None = None) -> None:
+    """What ranks that are near share for a group, by its name, or for all: nobody needs it for now."""
     for known, shared in list(_NEAR.items()):
-        if known.group_name == group:
+        if group in (None, known.group_name):
             shared.give_back()
 
 

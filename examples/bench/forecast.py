@@ -21,7 +21,7 @@ from llama import Config, Llama
 
 import shardc
 from shardc.footprint import Footprint, footprint
-from shardc.near import held_bytes
+from shardc.near import give_back, held_bytes
 
 TOPOLOGY = shardc.Topology(node=2, gpu=2)
 PLANS = {
@@ -64,6 +64,7 @@ def say(text: str) -> None:
 
 def measure(plan: shardc.Plan, micro_batches: int) -> tuple[int, Footprint]:
     """Bytes at the peak, and what was foretold."""
+    give_back()  # what plans before have shared
     torch.manual_seed(0)
     model = shardc.compile(Llama(CONFIG), plan, progress=lambda text: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
