@@ -55,8 +55,8 @@ class Room:
         return all(self.read[rank] == self.value for rank in self.readers)
 
     def put(self, x: torch.Tensor) -> None:
+        self.value, self.is_filled = self.value + 1, True  # from here on it is not free
         self.like(x).copy_(x)
-        self.value, self.is_filled = self.value + 1, True
 
     def give_back(self) -> None:
         """Its memory, wherever it is mapped; it takes some again when it is used again."""
@@ -140,15 +140,18 @@ class Near:
     def __init__(self, rank: int, ranks: int, connections: Mapping[int, socket.socket], timeout_s: float):
         self.rank, self.ranks = rank, ranks
         self.rooms: list[Room] = []
+        self.lock = threading.RLock()
+        """for rooms: a lane may end on any thread, and in the middle of what this one does"""
         self.peers = {other: Peer(other, ranks, connection, timeout_s) for other, connection in connections.items()}
 
     def put(self, pieces: Sequence[torch.Tensor]) -> None:
         """For each peer its piece; what is the same for all is in one room."""
-        if self.peers and all(piece is pieces[0] for piece in pieces):
-            self._put(pieces[0], list(self.peers))
-        else:
-            for rank in self.peers:
-                self._put(pieces[rank], [rank])
+        with self.lock:
+            if self.peers and all(piece is pieces[0] for piece in pieces):
+                self._put(pieces[0], list(self.peers))
+            else:
+                for rank in self.peers:
+                    self._put(pieces[rank], [rank])
 
     def _put(self, x: torch.Tensor, readers: Sequence[int]) -> None:
         fitting = (i for i, room in enumerate(self.rooms) if _fits(room, x, readers))
@@ -170,9 +173,10 @@ class Near:
 
     def give_back(self) -> None:
         """The memory of rooms that nobody has yet to read."""
-        for room in self.rooms:
-            if room.is_filled and room.is_free:
-                room.give_back()
+        with self.lock:
+            for room in self.rooms:
+                if room.is_filled and room.is_free:
+                    room.give_back()
 
     def expect(self, like: Sequence[torch.Tensor]) -> dict[int, Letter]:
         """The next value from each peer, which is like a tensor."""

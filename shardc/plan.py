@@ -202,8 +202,9 @@ class Plan:
     def leaves_blocks_empty(self, layout: Layout, dtype: torch.dtype) -> bool:
         """Whether a parameter has so few elements a shard that a format of the plan would not make them less."""
         shard, compute = prod(layout.rung_shape(layout.optim)), self.compute_dtype(dtype)
-        formats = {wire for _, wire in (*self.gather_wire, *self.reduce_wire) if narrower(wire, compute)}
-        return any(not saves(wire, shard, compute, self.wire_block) for wire in formats)
+        up = ((wire, compute) for _, wire in self.gather_wire)
+        down = ((wire, self.reduce_dtype or compute) for _, wire in self.reduce_wire)
+        return any(narrower(*it) and not saves(it[0], shard, it[1], self.wire_block) for it in (*up, *down))
 
     def compute_dtype(self, master: torch.dtype) -> torch.dtype:
         """What the model computes in: `param_dtype` for floating parameters."""

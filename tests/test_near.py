@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardc import near as near_module
 from shardc.lanes import Lane
-from shardc.near import Letter, Near, near
+from shardc.near import Letter, Near, Room, near
 from test_messages import many_in_flight, numbered, started
 from world import run
 
@@ -89,6 +89,30 @@ def test_memory_is_given_back_of_what_was_read_and_taken_again() -> None:
     put(sender, values(3)[1])
     assert len(sender.rooms) == 2
     assert expected(reader).open().equal(values(3)[1])
+
+
+def test_memory_is_not_given_back_while_a_value_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane may end, and give back, at any time."""
+    sender, reader = pair()
+    put(sender, LIKE)
+    letter = expected(reader)
+    letter.open()
+    letter.close()
+    like = Room.like
+
+    class Written:
+        def __init__(self, room: Room, x: torch.Tensor):
+            self.there = like(room, x)
+
+        def copy_(self, x: torch.Tensor) -> None:
+            self.there.copy_(x)
+            sender.give_back()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Room, "like", lambda room, x: Written(room, x))
+        put(sender, values(2)[1])
+    assert len(sender.rooms) == 1
+    assert expected(reader).open().equal(values(2)[1])
 
 
 def test_a_thread_that_waits_for_a_later_letter_hands_out_earlier_ones() -> None:
