@@ -9,6 +9,7 @@ import logging
 import operator
 import shutil
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from typing import Any
@@ -208,11 +209,22 @@ def capturing() -> Iterator[None]:
 
 
 def forget_compiled(function: Any) -> None:
-    """Drops all that Dynamo has compiled for a function that torch.compile returned."""
+    """Drops all that Dynamo has compiled for a function, or for what torch.compile made of it."""
     from torch._C._dynamo.eval_frame import reset_code
     from torch._dynamo.eval_frame import innermost_fn
 
     reset_code(innermost_fn(function).__code__)
+
+
+def weak_backend(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method as a backend of torch.compile. Dynamo keeps backends until the process ends (`cached_backends`),
+    but this one does not keep its object."""
+    alive = weakref.WeakMethod(method)
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return alive()(module, inputs)  # type: ignore[misc]
+
+    return backend
 
 
 @contextlib.contextmanager

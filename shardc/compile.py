@@ -170,7 +170,9 @@ class Compiler:
     warned: bool = False
 
     def __post_init__(self) -> None:
-        self.orders = Orders(lambda lines, order: agree("collectives", lines, self.timeout_s, order))
+        # Without `self`: Dynamo keeps programs until it is told to forget them, when the compiler is gone.
+        timeout_s = self.timeout_s
+        self.orders = Orders(lambda lines, order: agree("collectives", lines, timeout_s, order))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(self.runtime.programs) >= SIGNATURES:
@@ -201,7 +203,9 @@ class Compiler:
     @cached_property
     def compiled(self) -> Callable[..., Any]:
         """The user's forward, for the model with hollow parameters."""
-        return torch.compile(own_code(self.forward), backend=self.backend, fullgraph=True, dynamic=self.dynamic)
+        forward, backend = own_code(self.forward), _torch.weak_backend(self.backend)
+        weakref.finalize(self, _torch.forget_compiled, forward).atexit = False
+        return torch.compile(forward, backend=backend, fullgraph=True, dynamic=self.dynamic)
 
     @cached_property
     def hollows(self) -> dict[int, str]:

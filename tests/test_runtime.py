@@ -7,7 +7,9 @@ rung, accumulators on the gpu rung, optimizer on all, so each kind of state is t
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardc
+from shardc import near
 from shardc.lanes import Flying
 from training import error
 from world import run
@@ -582,3 +585,31 @@ def hold_what_the_plan_says(letters: list[str]) -> None:
 @pytest.mark.parametrize("letters", [list(SHAPES)[:4], list(SHAPES)[4:]], ids=" ".join)
 def test_copies_and_accumulators_exist_only_where_the_plan_says(letters: list[str]) -> None:
     run(hold_what_the_plan_says, 4, letters)
+
+
+# The end of a model
+
+
+def trained_and_dropped(make: Callable[[], nn.Module]) -> tuple[weakref.ref[Any], weakref.ref[Any]]:
+    model = shardc.compile(make(), plan(), backend="eager", progress=lambda line: None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(2):
+        loss_of(model, data(index, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()  # what ranks share was read by all
+    return weakref.ref(model), weakref.ref(model._shardc)
+
+
+def drop_models() -> None:
+    for make in (Model, lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))):
+        model_left, runtime_left = trained_and_dropped(make)
+        gc.collect()  # the model, with its code that of Dynamo, and with this the programs
+        gc.collect()  # what these have compiled
+        assert model_left() is None
+        assert runtime_left() is None
+        assert near.held_bytes() == 0
+
+
+def test_a_model_that_nobody_has_any_more_is_gone_whatever_dynamo_keeps() -> None:
+    run(drop_models, 4)
