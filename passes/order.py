@@ -61,6 +61,10 @@ class Orders:
     agree: Agree = own_order
     known: dict[str, list[Order]] = field(default_factory=dict)
 
+    def own(self) -> Orders:
+        """A copy in which this rank decides alone."""
+        return Orders(known={half: [*known] for half, known in self.known.items()})
+
     def find(self, half: str, graph: fx.Graph) -> Order | None:
         """The order for a graph that is not bucketed yet: of the first one known that has all its collectives, less
         what the graph does not have. None where there is none."""

@@ -5,8 +5,8 @@
 Every axis, and all neighbouring ones together, are measured while all the groups along them are busy, which is how a
 step uses them. Of each kind of collective the time of a few sizes goes into a table; latency and bandwidth are fitted
 to the gathers and reduce-scatters, for sizes between and beyond. So it is with matrix products and copies of each rank,
-which all ranks make at the same time. On CPUs a collective takes the thread that computes to issue; that is measured,
-too.
+which all ranks make at the same time. On CPUs a collective takes some of the time of those that compute: to be issued
+and waited for, and for each byte; what a library's own threads take of cores that compute is not counted.
 """
 
 from __future__ import annotations
@@ -56,16 +56,11 @@ def calibrate(
     topology = Topology.from_torchrun() if topology is None else topology
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in _backend() else torch.device("cpu")
     mesh = topology.mesh(device.type)
-    links = {}
-    for axis, size in topology.inner:
-        tables = {kind: _table(kind, mesh.get_group(axis), size, sizes, device, progress) for kind in KINDS}
-        links[axis] = fitted({kind: table for kind, table in tables.items() if table}, size)
-    flat = {}
-    for axes in topology.neighbours():
-        group, size = topology.flat_group(axes), topology.group_size(axes)
-        flat[axes] = fitted({kind: _table(kind, group, size, sizes, device, progress) for kind in KINDS}, size)
-    computes = replace(measured_device(device, progress), launch_us=launch_us(device, progress))
-    measured = _of_rank_0(topology.with_links(computes, **links).with_flat(flat))
+    groups = {axis: mesh.get_group(axis) for axis, _ in topology.inner}
+    groups |= {axes: topology.flat_group(axes) for axes in topology.neighbours()}
+    links = {axes: _measured(group, sizes, device, progress) for axes, group in groups.items()}
+    flat = {axes: links.pop(axes) for axes in topology.neighbours()}
+    measured = _of_rank_0(topology.with_links(measured_device(device, progress), **links).with_flat(flat))
     if out is not None and dist.get_rank() == 0:
         measured.save(out)
     return measured
@@ -80,17 +75,25 @@ def _backend() -> str:
     return dist.get_backend()
 
 
+def _measured(group: Any, sizes: Sequence[int], device: torch.device, progress: Say) -> Link:
+    """Of a group of one rank nothing is."""
+    size = group.size()
+    tables = {kind: _table(kind, group, size, sizes, device, progress) for kind in KINDS} if size > 1 else {}
+    link = fitted(tables, size)
+    return link if device.type == "cuda" or size == 1 else with_overhead(link, group, progress)
+
+
 def _table(kind: str, group: Any, size: int, sizes: Sequence[int], device: torch.device, progress: Say) -> Table:
-    """(bytes that one rank sends, microseconds), rising; of a group of one rank, empty."""
+    """(bytes that one rank sends, microseconds), rising."""
     points: list[tuple[int, float]] = []
-    for full_bytes in sorted(sizes) if size > 1 else ():
+    for full_bytes in sorted(sizes):
         rounds = 2 if kind == "all_reduce" else 1
         progress(f"measuring {kind} of {full_bytes:,} bytes over {size} ranks")
         us = slowest(_timed_us(_collective(kind, group, size, full_bytes, device), device), device)
         points.append((rounds * full_bytes * (size - 1) // size, us))
         if us > SECONDS * 1e6:
             break
-    return _rising(points) if points else ()
+    return _rising(points)
 
 
 def _collective(kind: str, group: Any, size: int, full_bytes: int, device: torch.device) -> Callable[[], Any]:
@@ -170,39 +173,59 @@ COPIED_BYTES = {"cuda": range(16, 31, 2), "cpu": range(13, 28, 2)}
 """powers of 2"""
 
 
-LAUNCHES = 50
+# What collectives take of compute
+
+ROUNDS = 30
 """of which the median counts"""
-LAUNCHED = 256
-"""values that each rank sends"""
-OVER_S = 0.01
+TINY = 256
+"""values that each rank sends, to measure what does not depend on bytes"""
+OVER_US = 1e4
 """after so long they have come"""
+LONG_US = 5e4
+"""No collective takes longer, of those whose bytes are counted."""
 
 
-def launch_us(device: torch.device, progress: Say = lambda text: None) -> float:
-    """What a collective of the whole job takes of the thread that computes, on the slowest rank: to issue it, and to
-    wait for it when it is over. Matrix products before and meanwhile leave caches as a step does. On a GPU none: the
-    thread is ahead of what computes. All ranks call it together."""
-    if device.type == "cuda":
-        return 0.0
-    progress("measuring how long a collective takes to issue")
-    lane, a = Lane(dist.group.WORLD.group_name), torch.randn(256, 256)
-    hop = ops.Hop("all_gather", "world", dist.get_world_size(), "gather", ("launched",), again=False)
-    return slowest(median(_launch_us(lane, hop, a) for _ in range(LAUNCHES)), device)
+def with_overhead(link: Link, group: Any, progress: Say = lambda text: None) -> Link:
+    """With what a collective of a group of CPUs takes of compute: a small one, and large ones for each byte. On a GPU
+    it is nothing: the thread that issues it is ahead of what computes."""
+    progress(f"measuring how long a collective over {group.size()} ranks takes to issue")
+    issued_us = launch_us(group)
+    found = []
+    for kind in ("all_gather", "reduce_scatter"):
+        sent_bytes, us = max((it for it in link.tables[kind] if it[1] <= LONG_US), default=link.tables[kind][0])
+        progress(f"measuring what {kind} of {sent_bytes:,} bytes takes of compute")
+        piece = max(1, sent_bytes // 4 // (group.size() - 1))
+        found.append((_overhead_us(group, kind, piece, OVER_US + 2 * us) - issued_us) / sent_bytes * 1e6)
+    return replace(link, launch_us=issued_us, launch_us_per_mb=max(0.0, sum(found) / len(found)))
 
 
-def _launch_us(lane: Lane, hop: ops.Hop, a: torch.Tensor) -> float:
-    """On the clock of the thread, which stands still while other threads have its core."""
-    x = torch.zeros(LAUNCHED)
+def launch_us(group: Any) -> float:
+    """What a collective of a group of CPUs takes of compute, as small as it may be. All ranks call it together."""
+    return _overhead_us(group, "all_gather", TINY, OVER_US)
+
+
+def _overhead_us(group: Any, kind: str, piece: int, us: float) -> float:
+    """Of a collective that sends each rank a piece of so many values, and is under way for less than so long, on the
+    slowest rank. Matrix products before and meanwhile leave caches as a step does."""
+    lane, a = Lane(group.group_name), torch.randn(256, 256)
+    x = torch.zeros(piece if kind == "all_gather" else piece * group.size())
+    hop = ops.Hop(kind, "", group.size(), "gather" if kind == "all_gather" else "reduce", ("",), again=False)
+    return slowest(median(_taken_us(lane, hop, x, a, us) for _ in range(ROUNDS)), torch.device("cpu"))
+
+
+def _taken_us(lane: Lane, hop: ops.Hop, x: torch.Tensor, a: torch.Tensor, us: float) -> float:
+    """On the clock of this thread, which stands still while others have its core; what products meanwhile get of that
+    core says how much longer it takes."""
     a @ a
     began = time.thread_time_ns()
     flying = lane.start(hop, x)
-    issued = time.thread_time_ns()
-    until = time.perf_counter() + OVER_S
-    while time.perf_counter() < until:
+    issued, clock = time.thread_time_ns(), time.perf_counter_ns()
+    while time.perf_counter_ns() < clock + us * 1e3:
         a @ a
-    over = time.thread_time_ns()
+    over, until = time.thread_time_ns(), time.perf_counter_ns()
     flying.wait()
-    return (issued - began + time.thread_time_ns() - over) / 1e3
+    took = issued - began + time.thread_time_ns() - over
+    return took * (until - clock) / (over - issued) / 1e3
 
 
 def measured_device(device: torch.device, progress: Say = lambda text: None) -> Device:
@@ -308,15 +331,16 @@ def _say(text: str) -> None:
 def summary(topology: Topology) -> str:
     """A line an axis, or several together, and the device."""
     device = topology.computes
-    lines = [f"{'axis':<8} {'ranks':>6} {'GB/s a rank':>12} {'latency us':>11}"]
+    lines = [f"{'axis':<8} {'ranks':>6} {'GB/s a rank':>12} {'latency us':>11} {'launch us':>10} {'and a MB':>9}"]
     links = {axis: topology.link(axis) for axis, _ in topology.inner} | dict(topology.flat)
     for axis, link in links.items():
         size = topology.group_size(axis)
-        lines.append(f"{axis:<8} {size:>6} {link.gb_per_s:>12.3f} {link.latency_us:>11.1f}")
+        lines.append(
+            f"{axis:<8} {size:>6} {link.gb_per_s:>12.3f} {link.latency_us:>11.1f} "
+            f"{link.launch_us:>10.0f} {link.launch_us_per_mb:>9.0f}"
+        )
     lines.append(
         f"{device.name}: {device.tflops:.2f} TFLOP/s in bf16, {device.slower_fp32:.1f} times as many as in fp32; "
         f"copies at {device.memory_gb_per_s:.0f} GB/s; {device.memory_gb:.1f} GB"
-        + f"; {device.launch_us:.0f} us to issue a collective"
-        * (device.launch_us > 0)
     )
     return "\n".join(lines)

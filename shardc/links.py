@@ -39,9 +39,14 @@ class Link:
     """what links with the same lane share, one collective at a time: the parts of an axis that was split have one"""
     trees: bool = False
     """all-reduces go up a tree and down again, where these are fewer steps than twice around a ring"""
+    launch_us: float = 0.0
+    """for which compute stands still while a collective is issued and, when it is over, waited for (LogP's overhead,
+    Culler et al., 1993); 0 where compute does not wait for the thread that does so, as on a GPU"""
+    launch_us_per_mb: float = 0.0
+    """the same for each 1e6 bytes that a rank sends, as they are copied, sent and summed on cores that compute"""
 
     def __post_init__(self) -> None:
-        if not (self.gb_per_s > 0 and self.latency_us >= 0):
+        if not (self.gb_per_s > 0 and self.latency_us >= 0 and self.launch_us >= 0 and self.launch_us_per_mb >= 0):
             raise Error(f"a link of {self.gb_per_s} GB/s with {self.latency_us} us cannot be", fix="Link(50.0, 10.0)")
         _check(self.tables)
 
@@ -64,15 +69,22 @@ class Link:
             return min(us / size for size, us in self.tables[kind]) * sent_bytes
         return sent_bytes / self.gb_per_s / 1e3
 
+    def overhead_us(self, sent_bytes: float) -> float:
+        """What a collective in which each rank sends so many bytes takes of compute."""
+        return self.launch_us + self.launch_us_per_mb * sent_bytes / 1e6
+
     def to_dict(self) -> dict[str, Any]:
         saved: dict[str, Any] = {"gb_per_s": self.gb_per_s, "latency_us": self.latency_us}
-        more = {"lane": self.lane, "trees": self.trees}
-        return saved | _saved(self.tables) | {name: value for name, value in more.items() if value}
+        return saved | _saved(self.tables) | {name: getattr(self, name) for name in _MORE if getattr(self, name)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Link:
-        more = {name: saved[name] for name in ("lane", "trees") if name in saved}
+        more = {name: saved[name] for name in _MORE if name in saved}
         return cls(float(saved["gb_per_s"]), float(saved["latency_us"]), _read(saved), **more)
+
+
+_MORE = ("lane", "trees", "launch_us", "launch_us_per_mb")
+"""Of a link, what most have none of."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +105,6 @@ class Device:
     tables: Mapping[str, Table] = field(default_factory=dict, hash=False)
     """of "products16" and "products32", by operations, and of "memory", by bytes read and written; where there is one,
     it counts and the rates do not"""
-    launch_us: float = 0.0
-    """for which compute stands still while a collective is issued and, when it is over, waited for; 0 where compute
-    does not wait for the thread that does so, as on a GPU"""
 
     def __post_init__(self) -> None:
         _check(self.tables)

@@ -9,10 +9,10 @@ such a stack is captured as it is.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from torch import nn
@@ -24,7 +24,7 @@ from shardc.compile import paused_gc, planned
 from shardc.footprint import footprint
 from shardc.model import named, params_of
 from shardc.plan import Plan
-from shardc.program import WINDOWS, Program, Variant
+from shardc.program import ALIKE, WINDOWS, Program
 from shardc.runner import Runner
 from shardc.simulate import calls_of, clocked
 from shardc.stacks import shortened, stacks
@@ -35,8 +35,6 @@ from shardc.trace import trace
 DEPTHS = (8, 11)
 """Layers that a stack is captured with, at least: what is gathered ahead, four layers of large ones, and what the ends
 of a stack have of their own, has to be there in both."""
-ALIKE = 3
-"""Micro-batches that are simulated: the first, the last, and one for all between."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,8 @@ class Prediction:
     peak_bytes: float
     held_bytes: dict[str, float]
     """by kind, at the peak"""
+    calls_bytes: dict[int, float] = field(default_factory=dict)
+    """the peak of each call, of up to `ALIKE` micro-batches"""
 
 
 class Predictor:
@@ -96,18 +96,19 @@ class Predictor:
     def __call__(
         self, plan: Plan, micro_batches: int = 1, *, optimizer_states: int = 2, memory_bytes: int | None = None
     ) -> Prediction:
-        """Of a step under a plan. Less is gathered ahead, if that is needed to stay below `memory_bytes`."""
+        """Of a step under a plan. Less is gathered ahead in a call (see `Program.fit`), if that is needed to stay below
+        `memory_bytes`."""
         with paused_gc(), _torch.lazy_code():
             programs = {depth: self.program(plan, depth) for depth in self.traced}
             self.loads[plan] = loads = self._loads(programs)
-            programs = {depth: replace(program, loads=loads) for depth, program in programs.items()}
+            weighted = [(weight, replace(programs[depth], loads=loads)) for depth, weight in self._weights().items()]
+            above = {*range(2 * ALIKE)}
             for window in WINDOWS:
-                found = [
-                    (weight, predicted(_with_window(programs[depth], window), micro_batches, optimizer_states))
-                    for depth, weight in self._weights().items()
-                ]
-                prediction = line_through(found)
-                if memory_bytes is None or prediction.peak_bytes <= memory_bytes:
+                for _, program in weighted:
+                    _narrow(program, micro_batches, above, window)
+                prediction = line_through([(w, predicted(it, micro_batches, optimizer_states)) for w, it in weighted])
+                above = {call for call, size in prediction.calls_bytes.items() if size > (memory_bytes or inf)}
+                if not above:
                     break
         return prediction
 
@@ -165,9 +166,12 @@ def _busy_us(program: Program, half: str) -> dict[str, float]:
     return busy_us(program.times_us(program.draft(variant), half), program.topology)
 
 
-def _with_window(program: Program, window: float) -> Program:
-    windows = dict.fromkeys((Variant("forward"), Variant("backward")), window)
-    return replace(program, windows=windows, made={}, orders=Orders())
+def _narrow(program: Program, micro_batches: int, calls: Collection[int], window: float) -> None:
+    """Another window for some calls of a step, by their place in it, and of a step of one micro-batch, whose orders the
+    others keep to."""
+    for step in (program.step(), program.step(min(micro_batches, ALIKE))):
+        program.windows |= {call: window for i, call in enumerate(step) if i in calls}
+    program.made, program.orders = {}, Orders()
 
 
 def _sum(terms: Sequence[tuple[float, Prediction]]) -> Prediction:
@@ -224,8 +228,8 @@ def predicted(program: Program, micro_batches: int, optimizer_states: int = 2) -
     update_us = _update_us(program, optimizer_states)
     step_us = sum(n * us for n, us in zip(times, took_us, strict=True)) + update_us
     compute_us = busy.pop(COMPUTE, 0.0)
-    peak = footprint(program, calls, optimizer_states).peak
-    held = {kind: float(size) for kind, size in peak.by_kind.items()}
+    memory = footprint(program, calls, optimizer_states)
+    held = {kind: float(size) for kind, size in memory.peak.by_kind.items()}
     return Prediction(
         program.plan,
         step_us,
@@ -234,8 +238,9 @@ def predicted(program: Program, micro_batches: int, optimizer_states: int = 2) -
         dict(busy),
         dict(moved),
         dict(exposed),
-        float(peak.bytes),
+        float(memory.peak.bytes),
         held,
+        {i: float(max(levels)) for i, levels in enumerate(memory.levels)},
     )
 
 

@@ -8,7 +8,7 @@ list of saved values.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -43,6 +43,8 @@ from shardc.topology import Topology
 
 WINDOWS = (1.0, 0.5, 0.25, 0.0)
 """Of what the schedule would like to gather ahead, what it may, until memory suffices."""
+ALIKE = 3
+"""Micro-batches of a step that stand for any number: the first, the last, and one for all between."""
 
 
 @dataclass(frozen=True)
@@ -281,26 +283,25 @@ class Program:
                 self.graph(whole)
 
     def fit(self, limit_bytes: int) -> None:
-        """Takes for each call the largest window with which no step of one or of two micro-batches needs more than a
+        """Takes for each call the largest window with which no step, of however many micro-batches, needs more than a
         limit. Where there is none for steps of one, raises `Error` with what lives at the peak; where there is none for
-        steps of two, calls that only these make will do so."""
-        one, two = self.step(1), self.step(2)
-        above = self._fitted([one, two], limit_bytes)
-        if above:
-            alone = self._fitted([one], limit_bytes)
-            if alone:
-                alone.check(limit_bytes)
-            self.unfit = dict.fromkeys({*two} - {*one}, above)
+        steps of more, calls that only these make will do so."""
+        steps = [self.step(n) for n in range(1, ALIKE + 1)]
+        while above := self._fitted(steps, limit_bytes):
+            longest = steps.pop()
+            if not steps:
+                above.check(limit_bytes)
+            self.unfit |= dict.fromkeys(set(longest).difference(*steps), above)
 
     def _fitted(self, steps: Sequence[Sequence[Variant]], limit_bytes: int) -> Footprint | None:
-        """Sets windows. What the step needs that needs most, where it is above the limit."""
+        """Sets windows. What the step needs that needs most, where it is above the limit. Calls are made in the order
+        that this rank would offer."""
         left = {variant for step in steps for variant in step}
-        graphs: dict[Variant, fx.Graph] = {}
         found: list[Footprint] = []
         for window in WINDOWS:
             self.windows |= dict.fromkeys(left, window)
-            graphs |= {variant: self.scheduled(self.draft(variant), variant) for variant in left}
-            found = [footprint(self, [(variant, graphs[variant]) for variant in step]) for step in steps]
+            own = replace(self, made={}, orders=self.orders.own())
+            found = [footprint(own, [(variant, own.graph(variant)) for variant in step]) for step in steps]
             left &= {v for step, it in zip(steps, found, strict=True) for v in it.above(limit_bytes, step)}
             if not left:
                 return None

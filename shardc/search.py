@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, log
@@ -25,7 +25,7 @@ from torch import nn
 from passes.errors import Error
 from shardc.footprint import REMEDIES
 from shardc.model import named
-from shardc.plan import Plan, bytes_of
+from shardc.plan import WIRE_EXCEPT, Plan, bytes_of
 from shardc.predict import Prediction, Predictor
 from shardc.refine import refined
 from shardc.space import Factors, Space, Wiring, facts_of, rows, wirings
@@ -142,6 +142,7 @@ def search(
     micro_batches: int = 1,
     gather_wires: Sequence[str] = (),
     reduce_wires: Sequence[str] = (),
+    wire_except: Iterable[str] = WIRE_EXCEPT,
     param_dtype: torch.dtype | None = torch.bfloat16,
     reduce_dtype: torch.dtype | None = None,
     optimizer_states: int = 2,
@@ -154,17 +155,18 @@ def search(
 
     topology: says how fast devices and axes are. memory: what a rank may hold, in bytes or as "80GB" (default: what the
     device has). gather_wires, reduce_wires: formats (`passes.wire`) that may be used; most lose precision, and none is
-    by default. optimizer_states: values for each element of a parameter (2 for Adam). most: plans that are simulated.
-    progress: called with a line of text (default: writes to stderr).
+    by default. wire_except: patterns of parameters that travel as they are. optimizer_states: values for each element
+    of a parameter (2 for Adam). most: plans that are simulated. progress: called with a line of text (default: writes
+    to stderr).
     Raises `Error` for a topology without links, and where no plan fits, with the nearest.
     """
     began = time.perf_counter()
     say = progress or _to_stderr
     limit = bytes_of(memory, "memory") or int(topology.computes.memory_gb * 1e9)
-    dtypes: dict[str, Any] = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    given: dict[str, Any] = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "wire_except": wire_except}
     parameters = named(model)
-    predictor = Predictor(model, base := Plan.zero3(topology, **dtypes), *args, progress=say, **kwargs)
-    options = {**dtypes, "memory_limit": limit}
+    predictor = Predictor(model, base := Plan.zero3(topology, **given), *args, progress=say, **kwargs)
+    options = {**given, "memory_limit": limit}
     space = Space(topology, facts_of(predictor, parameters, base), options, micro_batches, optimizer_states)
     legal = _legal(space, wirings(topology, gather_wires, reduce_wires))
     fitting = sum(it.rest_bytes <= limit for it in legal)

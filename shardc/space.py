@@ -289,7 +289,7 @@ class Space:
         copies_us, total = self._copies_us(row) / 2, self.update_us(row)
         for call in self.calls(row, wiring):
             ends_us = self._in_pieces_us(row, call.reach, call.end_us) + max(call.whole_us)
-            computes_us = call.compute_us + copies_us + self._launches_us(row, call) + ends_us
+            computes_us = call.compute_us + copies_us + self._overheads_us(row, call) + ends_us
             latencies_us = _times(self.facts.chains, self._latencies_us(row, call.between))
             total += call.times * max(computes_us, *_sum(call.lanes_us, latencies_us))
         return total
@@ -304,10 +304,13 @@ class Space:
             for pieces in (1, PIECES)
         )
 
-    def _launches_us(self, row: Factors, call: Call) -> float:
-        """Of all hops of a call, with as many chains for each move as a forward has gathers."""
-        hops = sum(len([*self._hops(row, low, high)]) for low, high in call.between)
-        return self.topology.computes.launch_us * self.facts.chains * hops
+    def _overheads_us(self, row: Factors, call: Call) -> float:
+        """What all hops of a call take of compute, with as many chains for each move as a forward has gathers."""
+        hops = [self.topology.link(axis) for low, high in call.between for axis, *_ in self._hops(row, low, high)]
+        links = [self.topology.link(axis) for axis, *_ in self.ranges]
+        sent_mb = [us / link.sent_us("all_gather", 1e6) for us, link in zip(call.lanes_us, links, strict=True)]
+        sending_us = sum(mb * link.launch_us_per_mb for mb, link in zip(sent_mb, links, strict=True))
+        return self.facts.chains * sum(link.launch_us for link in hops) + sending_us
 
     def _copies_us(self, row: Factors) -> float:
         """Of uneven rows: in the forward, in the backward, and of gradients; each reads and writes."""

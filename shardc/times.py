@@ -7,7 +7,7 @@ for others than fused ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -20,10 +20,11 @@ from torch.utils.flop_counter import flop_registry
 from passes import ops
 from passes.regions import is_view
 from passes.text import value_of
+from shardc.links import Link
 from shardc.topology import Topology
 
 Times = Mapping[fx.Node, float]
-"""Microseconds of nodes; of a start, its hop's on its lane; of a wait, what the launches before it take of compute."""
+"""Microseconds of nodes; of a start, its hop's on its lane; of a wait, what the hops that it is for take of compute."""
 
 
 def times_us(graph: fx.Graph, topology: Topology) -> Times:
@@ -44,11 +45,16 @@ def collective_us(topology: Topology, kind: str, axis: str, sent_bytes: float, s
     Over several, where that was not measured, it is a ring through all of their ranks, cut into as many as a host has
     ranks, so that each crosses the outer axis at a place of its own.
     """
-    known = dict(topology.flat).get(axis)
-    links = [known] if known else [topology.link(name) for name in axis.split("+")]
+    links = _links(topology, axis)
     if len(links) == 1:
         return links[0].us(kind, sent_bytes, size)
     return _flat_us(topology, axis, sent_bytes) + max(links, key=lambda it: it.latency_us).steps_us(kind, size)
+
+
+def _links(topology: Topology, axis: str) -> list[Link]:
+    """That of an axis, or of several together, or of each of these."""
+    known = dict(topology.flat).get(axis)
+    return [known] if known else [topology.link(name) for name in axis.split("+")]
 
 
 def _flat_us(topology: Topology, axis: str, sent_bytes: float) -> float:
@@ -90,6 +96,16 @@ def bandwidth_us(topology: Topology, kind: str, axis: str, sent_bytes: float) ->
     if "+" in axis and not known:
         return _flat_us(topology, axis, sent_bytes)
     return (known or topology.link(axis)).sent_us(kind, sent_bytes)
+
+
+def overhead_us(start: fx.Node, topology: Topology) -> float:
+    """What a hop takes of compute."""
+    return max(link.overhead_us(ops.moved_bytes(start)) for link in _links(topology, ops.hop(start).axis))
+
+
+def launch_us(start: fx.Node, topology: Topology) -> float:
+    """The part of that which does not depend on bytes."""
+    return max(link.launch_us for link in _links(topology, ops.hop(start).axis))
 
 
 LONG = 16.0
@@ -135,7 +151,7 @@ class Merging:
         first, last = chain[0], chain[-1]
         sent = sum(sent_us(hop, self.topology) for hop in chain)
         saved_us = sum(hop_us(hop, self.topology) for hop in chain) - sent
-        launches_us = len(chain) * self.topology.computes.launch_us
+        launches_us = sum(launch_us(hop, self.topology) for hop in chain)
         if sent >= (1.0 if at_end and self.load < OUTRUN else LONG) * (saved_us + launches_us):
             return False
         if ops.hop(start).kind != "all_gather":
@@ -154,7 +170,7 @@ LATENCIES = 8
 def pieces_of(chain: Sequence[fx.Node], topology: Topology) -> int:
     """Into how many pieces a chain is cut where nothing else hides its hops: as many as its latencies allow."""
     sent = min(sent_us(hop, topology) for hop in chain)
-    latency_us = max(hop_us(hop, topology) - sent_us(hop, topology) for hop in chain) + topology.computes.launch_us
+    latency_us = max(hop_us(hop, topology) - sent_us(hop, topology) + launch_us(hop, topology) for hop in chain)
     return max(1, min(PIECES, int(sent / (LATENCIES * latency_us)))) if latency_us else PIECES
 
 
@@ -174,18 +190,18 @@ def _node_us(node: fx.Node, topology: Topology) -> float:
         return hop_us(node, topology)
     device = topology.computes
     if ops.is_wait(node):
-        return device.launch_us * _launches(node)
+        return sum(overhead_us(start, topology) for start in _waited_for(node))
     if node.op != "call_function" or is_view(node):
         return 0.0
     return max(device.product_us(_flops(node), _itemsize(node)), device.memory_us(_traffic_bytes(node)))
 
 
-def _launches(wait: fx.Node) -> int:
-    """Of a hop, and of those that it relays, which nobody waits for."""
-    start, count = wait.args[0], 1
-    while ops.is_start(start.args[0]):
-        start, count = start.args[0], count + 1
-    return count
+def _waited_for(wait: fx.Node) -> Iterator[fx.Node]:
+    """The start of a hop, and of those that it relays, which have no wait of their own."""
+    start = wait.args[0]
+    while ops.is_start(start):
+        yield start
+        start = start.args[0]
 
 
 _COUNTED_AS = {

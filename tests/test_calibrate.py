@@ -55,7 +55,8 @@ def test_a_job_measures_its_axes_and_all_ranks_have_the_same_numbers(tmp_path: P
         assert set(tables) == {"all_gather", "reduce_scatter", "all_to_all", "all_reduce"}
         assert [sent for sent, _ in tables["all_gather"]] == [1 << 11, 1 << 15, 1 << 19]
         assert [sent for sent, _ in tables["all_reduce"]] == [1 << 12, 1 << 16, 1 << 20]
-        assert topology.link(axis).gb_per_s > 0
+        link = topology.link(axis)
+        assert link.gb_per_s > 0 and 0 < link.launch_us < 1e5 and link.launch_us_per_mb >= 0
     ((axes, flat),) = topology.flat
     assert axes == "gpu+node" and [sent for sent, _ in flat.tables["all_gather"]] == [3 << 10, 3 << 14, 3 << 18]
     device = topology.computes
@@ -64,8 +65,7 @@ def test_a_job_measures_its_axes_and_all_ranks_have_the_same_numbers(tmp_path: P
     largest = 2 * 1024**3
     assert device.product_us(largest, 2) == pytest.approx(largest / device.tflops / 1e6)
     assert device.product_us(largest, 4) == pytest.approx(largest / device.tflops / 1e6 * device.slower_fp32)
-    assert 0 < device.launch_us < 1e5
-    assert "GB/s a rank" in summary(topology) and "us to issue a collective" in summary(topology)
+    assert "GB/s a rank" in summary(topology) and "launch us" in summary(topology)
 
 
 def test_without_a_process_group_it_says_what_to_do() -> None:

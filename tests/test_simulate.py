@@ -233,12 +233,23 @@ def test_less_is_gathered_ahead_to_stay_below_a_limit() -> None:
 
 
 def test_a_call_has_what_it_needs_though_another_has_to_do_with_less() -> None:
-    """Two micro-batches hold a sum of gradients more, in the second one's calls."""
+    """Several micro-batches hold a sum of gradients more, in the calls of all but the first."""
     alone, several = timeline("IIG").peak_bytes, timeline("IIG", 2).peak_bytes
     program = limited("IIG", (alone + several) // 2)
-    first, second = program.step(1), program.step(2)
+    first, others = program.step(1), {*program.step(3)} - {*program.step(1)}
     assert {program.windows[variant] for variant in first} == {1.0}
-    assert min(program.windows[variant] for variant in second) < 1.0
+    assert min(program.windows[variant] for variant in others) < 1.0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_limit_holds_for_any_number_of_micro_batches(plan: str) -> None:
+    limit = timeline(plan, 3).peak_bytes - 1
+    program = limited(plan, limit)
+    for micro_batches in (1, 2, 3, 4):
+        calls = program.step(micro_batches)
+        if not program.unfit.keys() & {*calls}:
+            assert simulate(program, micro_batches=micro_batches).peak_bytes <= limit
+    assert not program.unfit.keys() & {*program.step(1)}
 
 
 def test_calls_that_cannot_be_limited_are_an_error_when_they_are_made_and_others_go_on() -> None:

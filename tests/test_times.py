@@ -190,8 +190,8 @@ def buckets_of(
     plan: str, gb_per_s: float, layers: int = 6, half: str = "forward", launch_us: float = 0.0, rows: int = 4
 ) -> list[tuple[str, ...]]:
     """What the hops carry, in order, by purpose and layer."""
-    device = replace(DEVICE, memory_gb_per_s=1000.0, launch_us=launch_us)
-    topology = Topology(node=2, gpu=2).with_links(device, node=Link(gb_per_s, 10.0), gpu=Link(gb_per_s, 10.0))
+    device, link = replace(DEVICE, memory_gb_per_s=1000.0), Link(gb_per_s, 10.0, launch_us=launch_us)
+    topology = Topology(node=2, gpu=2).with_links(device, node=link, gpu=link)
     block = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     model = nn.Sequential(*(copy.deepcopy(block) for _ in range(layers)))
     made = shardc.Plan.paro(topology, "IIG") if plan == "IIG" else shardc.Plan.zero3(topology)
@@ -224,14 +224,15 @@ def test_where_launches_hold_up_compute_there_are_fewer(half: str, purpose: str)
     assert {len(names) for it, *names in slow if it == purpose} == {2}
 
 
-def test_a_launch_counts_once_for_each_hop_that_a_wait_is_for() -> None:
-    device = replace(DEVICE, launch_us=7.0)
-    topology = Topology(node=2, gpu=2).with_links(device, node=Link(0.01, 1.0), gpu=Link(0.01, 1.0))
+def test_a_wait_takes_of_compute_what_launching_its_hops_and_their_bytes_do() -> None:
+    links = {"node": Link(0.01, 1.0, launch_us=7.0, launch_us_per_mb=1e3), "gpu": Link(0.01, 1.0, launch_us=7.0)}
+    topology = Topology(node=2, gpu=2).with_links(DEVICE, **links)
     program = shardc.trace(nn.Linear(64, 64, bias=False), shardc.Plan.zero3(topology), torch.zeros(4, 64))
     launches = {node: us for node, us in times_us(program.forward, topology).items() if ops.is_wait(node)}
     hops = [node for node in program.forward.nodes if ops.is_start(node)]
     assert any(ops.relayed(hop) for hop in hops)
-    assert sum(launches.values()) == 7.0 * len(hops)
+    sent_bytes = 64 * 64 * 4 / 4  # a quarter over the network
+    assert sum(launches.values()) == pytest.approx(7.0 * len(hops) + 1e3 * sent_bytes / 1e6)
     assert all(busy == pytest.approx(0.0) for lane, busy in busy_us(launches, topology).items() if not lane)
 
 

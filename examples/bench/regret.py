@@ -25,6 +25,7 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from llama import Config, Llama
 
 import shardc
@@ -113,10 +114,10 @@ def main() -> None:
     parser.add_argument("--configurations", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="of them; for a run in parts")
     options = parser.parse_args()
-    device = fitted_device()
+    device, launch = fitted_device(), launched_us()
     print(
         f"torch {torch.__version__}, cpu, {CONFIG}, {ROWS} rows; {device.efficiency:.2f} of {device.tflops} TFLOP/s, "
-        f"{device.launch_us:.0f} us to issue a collective\n"
+        f"{launch:.0f} us to issue a collective\n"
     )
     print("| mesh | comm / compute | memory MiB | micro-batches | chosen | ms | foretold | fastest | ms | regret |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
@@ -126,42 +127,54 @@ def main() -> None:
     regrets = []
     cases = list(product(RATIOS, MESHES, ROOM, BATCHES))[options.first : options.configurations]
     for ratio, mesh, room, micro_batches in cases:
-        regrets.append(compare(device, mesh, ratio, room, micro_batches, predictor))
+        regrets.append(compare(device, launch, mesh, ratio, room, micro_batches, predictor))
     print(f"\nworst {max(regrets):.1%}, median {statistics.median(regrets):.1%}")
 
 
 def fitted_device() -> Device:
-    """With the efficiency at which a step of one process is foretold as it is, and launches as they are measured."""
+    """With the efficiency at which a step of one process is foretold as it is."""
     alone = shardc.Topology(rank=1).with_links(DEVICE, rank=Link(1.0, 0.0))
     host = Host(Task(shardc.Plan.ddp(alone), 1))
     measured_s = statistics.median(host.step_s() for _ in range(15))
     host.end()
     program = shardc.trace(made(), shardc.Plan.ddp(alone), *batch(), keep=False)
     foretold_s = predicted(program, 1).step_us / 1e6
-    with multiprocessing.pool.Pool(1, context=CONTEXT) as pool:
-        launch = pool.apply(launched_us)
-    return replace(DEVICE, efficiency=DEVICE.efficiency * foretold_s / measured_s, launch_us=launch)
+    return replace(DEVICE, efficiency=DEVICE.efficiency * foretold_s / measured_s)
 
 
 def launched_us() -> float:
+    """What a collective takes of compute, as it is measured where it is emulated."""
+    with multiprocessing.pool.Pool(1, context=CONTEXT) as pool:
+        return pool.apply(_launched_us)
+
+
+def _launched_us() -> float:
     torch.set_num_threads(1)
     with emulate(shardc.Topology(node=2, gpu=4).with_links(DEVICE, node=Link(1.0, 1.0), gpu=Link(1.0, 1.0))):
-        return statistics.median(launch_us(torch.device("cpu")) for _ in range(9))
+        return statistics.median(launch_us(dist.group.WORLD) for _ in range(9))
 
 
-def linked(device: Device, mesh: tuple[int, int], ratio: float, predictor: Predictor) -> shardc.Topology:
+def linked(device: Device, launch: float, mesh: tuple[int, int], ratio: float, predictor: Predictor) -> shardc.Topology:
     """Links with which ZeRO-3's busiest lane has `ratio` times as much to do as compute."""
-    shape = shardc.Topology(node=mesh[0], gpu=mesh[1])
-    guess = shape.with_links(device, node=Link(1.0, 20.0), gpu=Link(9.0, 5.0))
-    found = predictor(shardc.Plan.zero3(guess))
-    rate = max(found.lanes_us.values()) / (ratio * found.compute_us)
-    return shape.with_links(device, node=Link(rate, 20.0), gpu=Link(9.0 * rate, 5.0))
+
+    def with_rate(rate: float) -> shardc.Topology:
+        links = {"node": Link(rate, 20.0, launch_us=launch), "gpu": Link(9.0 * rate, 5.0, launch_us=launch)}
+        return shardc.Topology(node=mesh[0], gpu=mesh[1]).with_links(device, **links)
+
+    found = predictor(shardc.Plan.zero3(with_rate(1.0)))
+    return with_rate(max(found.lanes_us.values()) / (ratio * found.compute_us))
 
 
 def compare(
-    device: Device, mesh: tuple[int, int], ratio: float, room: float, micro_batches: int, predictor: Predictor
+    device: Device,
+    launch: float,
+    mesh: tuple[int, int],
+    ratio: float,
+    room: float,
+    micro_batches: int,
+    predictor: Predictor,
 ) -> float:
-    topology = linked(device, mesh, ratio, predictor)
+    topology = linked(device, launch, mesh, ratio, predictor)
     limit = int(room * predictor(shardc.Plan.zero3(topology)).peak_bytes)
     options: dict[str, Any] = {"memory": limit, "micro_batches": micro_batches, "param_dtype": None}
     found = shardc.search(made(), topology, *batch(), progress=lambda text: None, **options)

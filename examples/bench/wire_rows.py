@@ -34,6 +34,7 @@ CONFIG = Config(dim=384, layers=6, heads=8, kv_heads=8, hidden=1024, vocab=8192,
 BF16 = torch.bfloat16
 LORA_RANK = 12
 """of adapters that are 3% of the parameters"""
+NORMS = ["*norm*"]
 ALONE, BASELINE, OURS = "alone", "baseline", "shardc"
 """Kinds of rows; the first are without communication."""
 POWER_RANK = 2
@@ -251,7 +252,14 @@ FORMATS = {
         {"gather_wire": {"node": "int8"}, "reduce_wire": {"node": "int4"}},
         {"param_dtype": None, "gather_wires": ["int8"], "reduce_wires": ["int4"]},
     ),
+    "-int8-int4-all": Format(
+        "int8, int4",
+        {"gather_wire": {"node": "int8"}, "reduce_wire": {"node": "int4"}, "wire_except": NORMS},
+        {"param_dtype": None, "gather_wires": ["int8"], "reduce_wires": ["int4"], "wire_except": NORMS},
+    ),
 }
+"""The last sends the embedding in these formats, too. Plans leave it as it is unless told otherwise, and it is then
+over half of all bytes between hosts."""
 
 
 def _legal(task: Task, name: str, form: Format) -> str:
