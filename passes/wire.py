@@ -129,13 +129,32 @@ def _filled_up(rows: torch.Tensor, length: int) -> torch.Tensor:
 
 def restored(x: torch.Tensor, wire: str, block: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """The value that messages are of."""
+    return _shaped(_blocks(x, wire, block, prod(shape) // x.shape[0]), shape, dtype)
+
+
+def summed(x: torch.Tensor, wire: str, block: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The sum of the pieces of that value."""
     pieces = x.shape[0]
-    elements = prod(shape) // pieces
-    blocks = -(-elements // block)
+    total = _blocks(x, wire, block, prod(shape) // pieces).sum(0, keepdim=True)
+    return _shaped(total, [shape[0] // pieces, *shape[1:]], dtype)
+
+
+def _blocks(x: torch.Tensor, wire: str, block: int, elements: int) -> torch.Tensor:
+    """f32[pieces, blocks, block]: the numbers of messages of so many elements each, and what fills the last block."""
+    pieces, blocks = x.shape[0], -(-elements // block)
     payload, scale = x.split_with_sizes([blocks * block * BITS[wire] // 8, blocks * SCALE_BYTES], 1)
     numbers = _from_bytes(payload.reshape(pieces, blocks, -1), wire)
-    filled = numbers * scale.contiguous().view(torch.float32).unsqueeze(2)
-    return filled.view(pieces, blocks * block)[:, :elements].to(dtype).reshape(shape).contiguous()
+    return numbers * scale.contiguous().view(torch.float32).unsqueeze(2)
+
+
+def _shaped(filled: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Blocks as a value. Inductor is to write them block by block, and only then see them in that shape, which it does
+    not with a view: to look up each number by its place in the shape takes five times as long."""
+    pieces, elements = filled.shape[0], prod(shape) // filled.shape[0]
+    filled = filled.to(dtype)
+    if elements == prod(filled.shape[1:]):
+        return filled.as_strided(shape, [prod(shape[i + 1 :]) for i in range(len(shape))])
+    return filled.view(pieces, -1)[:, :elements].reshape(shape).contiguous()
 
 
 def left_behind(x: torch.Tensor, wire: str, block: int, pieces: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from passes.build import Writer, copy, fake_mode, outputs, set_outputs
 from passes.errors import Error
 from passes.regions import Region, regions
 from passes.relay import unrelayed
-from passes.wire import dequantize, left_behind, lost, quantize, quantized, restored
+from passes.wire import dequantize, left_behind, lost, quantize, quantized, restored, summed
 from shardc import _torch
 from shardc.failures import in_generated_code, naming_failures
 from shardc.lanes import Lane, wait
@@ -153,8 +153,14 @@ def in_aten(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in (ops.compact, ops.expand):
             _rows_in_aten(module, node)
+        elif node.target is dequantize and all(map(_sums, node.users)):
+            continue  # with the sum
+        elif _sums(node):
+            message = node.args[0]
+            _written_out(module.graph, node, summed, message.args)
+            module.graph.erase_node(message)
         elif node.op == "call_function" and node.target in _WRITTEN_OUT:
-            _written_out(module.graph, node)
+            _written_out(module.graph, node, _WRITTEN_OUT[node.target], node.args)
     module.recompile()
     return module
 
@@ -168,12 +174,20 @@ _WRITTEN_OUT: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
-def _written_out(graph: fx.Graph, node: fx.Node) -> None:
-    """In the place of an op what it does, op by op."""
+def _sums(node: fx.Node) -> bool:
+    """Of a fold: nobody else needs the value whose pieces it sums, which messages bring, a piece each."""
+    if node.target is not ops.fold:
+        return False
+    value, pieces = node.args
+    return value.target is dequantize and len(value.users) == 1 and value.args[0].meta["val"].shape[0] == pieces
+
+
+def _written_out(graph: fx.Graph, node: fx.Node, what: Callable[..., torch.Tensor], inputs: Sequence[Any]) -> None:
+    """In the place of an op what a function of its inputs does, op by op."""
     write = Writer(graph, fake_mode(graph), node.meta.get("module", ""))
-    x, *rest = node.args
+    x, *rest = inputs
     with write.mode:
-        body = _torch.written_out(lambda x: _WRITTEN_OUT[node.target](x, *rest), x.meta["val"])
+        body = _torch.written_out(lambda x: what(x, *rest), x.meta["val"])
     new = {body.find_nodes(op="placeholder")[0]: x}
     with graph.inserting_before(node):
         for inner in body.nodes:

@@ -74,13 +74,29 @@ def test_inductor_makes_the_same_messages() -> None:
         lines += [f"    m{i}: u8[4, {size}] = quantize(y, '{wire}', 64, 4)"]
         lines += [f"    d{i}: f32[32, 16] = shardc.dequantize(m{i}, '{wire}', 64, [32, 16], f32)"]
         lines += [f"    f{i}: f32[8, 16] = fold(d{i}, 4)"]
+        lines += [f"    e{i}: f32[32, 16] = shardc.dequantize(m{i}, '{wire}', 64, [32, 16], f32)"]
     text = "def forward(x: f32[32, 16], z: f32[32, 16]):\n    y = add.Tensor(x, z)\n" + "\n".join(lines)
-    graph = parse(text + "\n    return [m0, f0, m1, f1, m2, f2]\n")
+    graph = parse(text + "\n    return [m0, f0, e0, m1, f1, e1, m2, f2, e2]\n")
     module = fx.GraphModule(graph.owning_module or nn.Module(), graph)
     inputs = [torch.randn(32, 16), torch.randn(32, 16)]
     expected = fx.Interpreter(module).run(*inputs)
     found = _torch.compile_graph(in_aten(module))(list(inputs))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_messages_bring_is_summed_block_by_block_and_seen_in_its_shape_at_last() -> None:
+    """Inductor would look up each number by its place in the shape, one at a time."""
+    graph = parse(
+        "def backward(m: u8[2, 272]):\n"
+        "    d: f32[32, 16] = shardc.dequantize(m, 'int8', 64, [32, 16], f32)\n"
+        "    f: f32[16, 16] = fold(d, 2)\n"
+        "    return [f]\n"
+    )
+    in_aten(fx.GraphModule(graph.owning_module or nn.Module(), graph))
+    *_, total, seen, output = graph.nodes
+    assert (total.target, seen.target) == (torch.ops.aten.sum.dim_IntList, torch.ops.aten.as_strided.default)
+    assert list(total.meta["val"].shape) == [1, 4, 64]
+    assert output.args[0] == [seen]
 
 
 # In the graph
