@@ -298,6 +298,7 @@ class Program:
         that this rank would offer."""
         left = {variant for step in steps for variant in step}
         found: list[Footprint] = []
+        self.windows.clear()
         for window in WINDOWS:
             self.windows |= dict.fromkeys(left, window)
             own = replace(self, made={}, orders=self.orders.own())

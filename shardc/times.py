@@ -92,10 +92,8 @@ def sent_us(start: fx.Node, topology: Topology) -> float:
 
 def bandwidth_us(topology: Topology, kind: str, axis: str, sent_bytes: float) -> float:
     """Of a collective as `collective_us` has it, the part that is bandwidth."""
-    known = dict(topology.flat).get(axis)
-    if "+" in axis and not known:
-        return _flat_us(topology, axis, sent_bytes)
-    return (known or topology.link(axis)).sent_us(kind, sent_bytes)
+    links = _links(topology, axis)
+    return links[0].sent_us(kind, sent_bytes) if len(links) == 1 else _flat_us(topology, axis, sent_bytes)
 
 
 def overhead_us(start: fx.Node, topology: Topology) -> float:

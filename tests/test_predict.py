@@ -134,6 +134,17 @@ def test_less_is_gathered_ahead_where_memory_is_short(predictor: Predictor) -> N
     assert tight.step_us >= free.step_us
 
 
+def test_less_is_gathered_ahead_in_the_calls_that_a_compiled_model_would_do_it_in(predictor: Predictor) -> None:
+    free = shardc.Plan.paro(TOPOLOGY, "IIG", param_dtype=torch.bfloat16)
+    alone, several = (predictor(free, n).peak_bytes for n in (1, 4))
+    limit = int(alone + several) // 2
+    tight = shardc.Plan.paro(TOPOLOGY, "IIG", param_dtype=torch.bfloat16, memory_limit=limit)
+    whole = predicted(shardc.trace(deep(16), tight, IDS, keep=False), 4)
+    found = predictor(free, 4, memory_bytes=limit)
+    assert found.peak_bytes <= limit and whole.peak_bytes <= limit
+    assert found.step_us == pytest.approx(whole.step_us, rel=0.02)
+
+
 def of_layers(compute_us: float, waits_us: float) -> Prediction:
     plan, waits = shardc.Plan.zero3(TOPOLOGY), {("reduce", "gpu"): waits_us}
     return Prediction(plan, compute_us + waits_us + 5.0, compute_us, 5.0, {}, {}, waits, 100.0, {"activations": 100.0})
