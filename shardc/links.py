@@ -64,9 +64,11 @@ class Link:
         return steps * self.latency_us
 
     def sent_us(self, kind: str, sent_bytes: float) -> float:
-        """Of bytes that are a part of as large a collective as one likes: what they take at the best."""
+        """Of bytes that are a part of as large a collective as one likes. (A smaller one may be faster than its part: a
+        shaped link lets some bytes through at once, and what fits a cache is copied faster.)"""
         if kind in self.tables:
-            return min(us / size for size, us in self.tables[kind]) * sent_bytes
+            size, us = self.tables[kind][-1]
+            return min(us / size * sent_bytes, self.us(kind, sent_bytes, 0))
         return sent_bytes / self.gb_per_s / 1e3
 
     def overhead_us(self, sent_bytes: float) -> float:

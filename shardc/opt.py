@@ -23,6 +23,7 @@ from passes.bucket import bucket
 from passes.build import identifier, outputs, placeholders
 from passes.errors import Error
 from passes.follow import hop_axes
+from passes.hoist import hoist
 from passes.layout import Layout
 from passes.parse import parse
 from passes.partition import partition
@@ -68,7 +69,7 @@ def optimise(graph: fx.Graph, stages: tuple[str, ...], layouts: dict[str, Layout
     if "bucket" in stages:
         graphs = [bucket(half, names) for half in graphs]
     if "schedule" in stages:
-        graphs = [schedule(relay(half)) for half in graphs]
+        graphs = [hoist(schedule(relay(half))) for half in graphs]
     check(layouts, **{role(half): half for half in graphs})
     known: dict[str, Region] = {}
     return [regions(half, known) for half in graphs] if "regions" in stages else graphs

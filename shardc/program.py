@@ -24,6 +24,7 @@ from passes.excerpt import excerpt, needed
 from passes.feedback import feedback
 from passes.follow import stops_at_sum
 from passes.fuse import fuse
+from passes.hoist import hoist
 from passes.insert import Param
 from passes.layout import Layout
 from passes.order import Order, Orders, align, collective_order
@@ -256,7 +257,8 @@ class Program:
         graph = self.run("relay", relay, graph)
         us = self.times_us(graph, half).__getitem__ if self.topology.links else None
         window_bytes = None if window == 1.0 else int(window * default_window(graph))
-        return self.run("schedule", schedule, graph, us, window_bytes, self.topology.lanes)
+        graph = self.run("schedule", schedule, graph, us, window_bytes, self.topology.lanes)
+        return graph if window < 1.0 else self.run("hoist", hoist, graph, self.topology.lanes)
 
     def _window(self, variant: Variant) -> float:
         alike = [window for other, window in self.windows.items() if other.half == variant.half]

@@ -20,6 +20,7 @@ from passes.bucket import bucket
 from passes.chunk import chunk
 from passes.feedback import feedback
 from passes.fuse import fuse
+from passes.hoist import hoist
 from passes.insert import Param, insert
 from passes.layout import Layout
 from passes.order import align, collective_order
@@ -51,6 +52,7 @@ PASSES: dict[str, Callable[[fx.Graph], fx.Graph | tuple[fx.Graph, ...]]] = {
     "bucket": lambda graph: bucket(graph, ["layers.0.w", "layers.0.v", "w", "v"]),
     "chunk": lambda graph: chunk(graph, lambda chain: 2),
     "schedule": schedule,
+    "hoist": hoist,
     "order": lambda graph: align(graph, collective_order(graph)[::-1]),
     "regions": regions,
 }
