@@ -6,7 +6,7 @@ Every axis, and all neighbouring ones together, are measured while all the group
 step uses them. Of each kind of collective the time of a few sizes goes into a table; latency and bandwidth are fitted
 to the gathers and reduce-scatters, for sizes between and beyond. So it is with matrix products and copies of each rank,
 which all ranks make at the same time. On CPUs a collective takes some of the time of those that compute: to be issued
-and waited for, and for each byte; what a library's own threads take of cores that compute is not counted.
+and waited for, and for each byte; where ranks share cores, so do a library's own threads.
 """
 
 from __future__ import annotations
@@ -181,8 +181,10 @@ TINY = 256
 """values that each rank sends, to measure what does not depend on bytes"""
 OVER_US = 1e4
 """after so long they have come"""
-LONG_US = 5e4
+LONG_US = 1e5
 """No collective takes longer, of those whose bytes are counted."""
+OWN = 0.9
+"""of a core: what has so much of one computes beside the threads of a library, not instead of them"""
 
 
 def with_overhead(link: Link, group: Any, progress: Say = lambda text: None) -> Link:
@@ -201,31 +203,36 @@ def with_overhead(link: Link, group: Any, progress: Say = lambda text: None) -> 
 
 def launch_us(group: Any) -> float:
     """What a collective of a group of CPUs takes of compute, as small as it may be. All ranks call it together."""
-    return _overhead_us(group, "all_gather", TINY, OVER_US)
+    return _overhead_us(group, "all_gather", TINY, OVER_US, threads=False)
 
 
-def _overhead_us(group: Any, kind: str, piece: int, us: float) -> float:
+def _overhead_us(group: Any, kind: str, piece: int, us: float, threads: bool = True) -> float:
     """Of a collective that sends each rank a piece of so many values, and is under way for less than so long, on the
-    slowest rank. Matrix products before and meanwhile leave caches as a step does."""
+    slowest rank. Matrix products before and meanwhile leave caches as a step does. `threads`: with those of a library;
+    what these do for one small collective, mostly waking up, is lost in what else they do."""
     lane, a = Lane(group.group_name), torch.randn(256, 256)
     x = torch.zeros(piece if kind == "all_gather" else piece * group.size())
     hop = ops.Hop(kind, "", group.size(), "gather" if kind == "all_gather" else "reduce", ("",), again=False)
-    return slowest(median(_taken_us(lane, hop, x, a, us) for _ in range(ROUNDS)), torch.device("cpu"))
+    return slowest(median(_taken_us(lane, hop, x, a, us, threads) for _ in range(ROUNDS)), torch.device("cpu"))
 
 
-def _taken_us(lane: Lane, hop: ops.Hop, x: torch.Tensor, a: torch.Tensor, us: float) -> float:
+def _taken_us(lane: Lane, hop: ops.Hop, x: torch.Tensor, a: torch.Tensor, us: float, threads: bool) -> float:
     """On the clock of this thread, which stands still while others have its core; what products meanwhile get of that
     core says how much longer it takes."""
     a @ a
-    began = time.thread_time_ns()
+    began, all_began = time.thread_time_ns(), time.process_time_ns()
     flying = lane.start(hop, x)
     issued, clock = time.thread_time_ns(), time.perf_counter_ns()
     while time.perf_counter_ns() < clock + us * 1e3:
         a @ a
     over, until = time.thread_time_ns(), time.perf_counter_ns()
     flying.wait()
-    took = issued - began + time.thread_time_ns() - over
-    return took * (until - clock) / (over - issued) / 1e3
+    ended, all_ended = time.thread_time_ns(), time.process_time_ns()
+    share = (over - issued) / (until - clock)
+    took = issued - began + ended - over
+    if threads and share < OWN:
+        took += all_ended - all_began - (ended - began)
+    return took / share / 1e3
 
 
 def measured_device(device: torch.device, progress: Say = lambda text: None) -> Device:
@@ -272,16 +279,22 @@ def _memory_gb(device: torch.device) -> float:
     return host / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
+TURN = 0.4
+"""seconds: of ranks that share a core, each has had its turns in that time"""
+
+
 def _repeated_us(call: Callable[[], Any], device: torch.device) -> float:
-    found: list[float] = []
+    """On average, while all ranks do the same: of ranks that share a core, most single calls have it to themselves."""
     call()
-    while len(found) < 3 or (sum(found) < SECONDS * 1e6 and len(found) < 100):
-        _end(device)
-        began = time.perf_counter()
+    if dist.is_initialized():
+        dist.barrier()
+    _end(device)
+    count, began = 0, time.perf_counter()
+    while count < 1 or time.perf_counter() < began + TURN:
         call()
         _end(device)
-        found.append((time.perf_counter() - began) * 1e6)
-    return median(found)
+        count += 1
+    return (time.perf_counter() - began) / count * 1e6
 
 
 def _of_rank_0(topology: Topology) -> Topology:

@@ -125,9 +125,10 @@ def test_compute_stands_still_for_a_hop_that_is_yet_to_be_issued() -> None:
         world.clear()
         first = lanes["node"].start(hops["node"], torch.ones(1 << 17))
         relayed = lanes["gpu"].start(hops["gpu"], first)
+        began_s = time.perf_counter()
         relayed.wait()
-        took_s = [it.end_s - it.begin_s for it in world.collectives]
-        assert len(took_s) == 2 and world.exposed_s > 0.9 * sum(took_s)
+        assert len(world.collectives) == 2
+        assert world.exposed_s > 0.9 * (world.collectives[-1].end_s - began_s) > 0.0
 
 
 def test_a_flat_collective_takes_a_place_on_all_of_its_axes() -> None:
