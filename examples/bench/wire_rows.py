@@ -257,9 +257,15 @@ FORMATS = {
         {"gather_wire": {"node": "int8"}, "reduce_wire": {"node": "int4"}, "wire_except": NORMS},
         {"param_dtype": None, "gather_wires": ["int8"], "reduce_wires": ["int4"], "wire_except": NORMS},
     ),
+    "-int8-int4-all-bf16-compute": Format(
+        "int8, int4",
+        {"param_dtype": BF16, "gather_wire": {"node": "int8"}, "reduce_wire": {"node": "int4"}, "wire_except": NORMS},
+        {"param_dtype": BF16, "gather_wires": ["int8"], "reduce_wires": ["int4"], "wire_except": NORMS},
+        "alone-bf16-compiled",
+    ),
 }
-"""The last sends the embedding in these formats, too. Plans leave it as it is unless told otherwise, and it is then
-over half of all bytes between hosts."""
+"""`-all` sends the embedding in these formats, too. Plans leave it as it is unless told otherwise, and it is then over
+half of all bytes between hosts. Baselines in bf16 compute in bf16; what is compared with them does so, or not."""
 
 
 def _legal(task: Task, name: str, form: Format) -> str:
