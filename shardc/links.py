@@ -68,7 +68,7 @@ class Link:
         shaped link lets some bytes through at once, and what fits a cache is copied faster.)"""
         if kind in self.tables:
             size, us = self.tables[kind][-1]
-            return min(us / size * sent_bytes, self.us(kind, sent_bytes, 0))
+            return min(us / size * sent_bytes, _interpolated(self.tables[kind], sent_bytes))
         return sent_bytes / self.gb_per_s / 1e3
 
     def overhead_us(self, sent_bytes: float) -> float:

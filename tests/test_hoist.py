@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -90,9 +88,13 @@ def clocked(program: Program, graph: fx.Graph, half: str) -> tuple[dict[str, dic
     return lanes, clock.now_us
 
 
-def test_where_memory_is_short_reduces_wait_for_their_lanes() -> None:
-    plan = PLANS["ddp"]
-    free = shardc.trace(Deep(), plan, torch.empty(64, 64), keep=False)
-    limit = shardc.simulate(free).peak_bytes - 1
-    tight = shardc.trace(Deep(), replace(plan, memory_limit=limit), torch.empty(64, 64), keep=False)
-    assert shardc.simulate(tight).peak_bytes <= limit
+def test_where_memory_is_short_reduces_stay_where_the_schedule_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = shardc.trace(Deep(), PLANS["ddp"], torch.empty(64, 64), keep=False)
+    backward = program.step()[-1]
+    calls: list[fx.Graph] = []
+    monkeypatch.setattr("shardc.program.hoist", lambda graph, lanes: calls.append(graph) or graph)
+    program.scheduled(program.draft(backward), backward)
+    assert len(calls) == 1
+    program.windows[backward] = 0.5
+    program.scheduled(program.draft(backward), backward)
+    assert len(calls) == 1

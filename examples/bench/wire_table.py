@@ -247,16 +247,16 @@ def _figure(tables: Sequence[Table]) -> Any:
     tall = 1 + 0.22 * max(len(table.rows) for table in tables)
     size = (8 * len(counts), tall * len(rates))
     figure, axes = pyplot.subplots(len(rates), len(counts), figsize=size, squeeze=False, layout="constrained")
-    for panel in axes.flat:
-        panel.set_axis_off()  # what was not measured
     for table in tables:
         _panel(axes[rates.index(table.setting.rate)][counts.index(table.setting.micro_batches)], table)
+    for panel in axes.flat:
+        if not panel.has_data():  # of what was not measured
+            panel.set_axis_off()
     return figure
 
 
 def _panel(axes: Any, table: Table) -> None:
     """Rows by their step, fastest first, with their spread and their bound."""
-    axes.set_axis_on()
     names = sorted(table.rows, key=table.step_s)
     steps_s = [table.step_s(name) for name in names]
     spreads = [spread(table.rows[name]["steps_s"]) for name in names]
