@@ -180,13 +180,14 @@ def training_goes_on() -> None:
 
 @pytest.mark.slow
 def test_nothing_of_full_size_is_ever_allocated() -> None:
-    assert max(run(growth_mib, 4)) < 350
+    assert max(run(growth_mib, 4)) < 400
 
 
 def growth_mib() -> int:
     """How much the peak grows with a model of 400 MiB: 100 of parameters, 100 of gradients; and of layers of 16 one
-    that computes, two that are gathered ahead, the gradients of two, and what is on its way to ranks beside this one.
-    What these have for this one is theirs, though it is mapped here."""
+    that computes, two that are gathered ahead, the gradients of two, and what is on its way to ranks beside this one:
+    320 to 360, by how far these are. All parameters or all gradients at full size would be 500 and more. What others
+    have for this one is theirs, though it is mapped here."""
     step(quietly(on_meta(lambda: models.Wide(32, 3)), ZERO3), 32)
     pages_return_when_freed()
     before = mib()
