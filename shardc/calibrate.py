@@ -4,21 +4,19 @@
 
 Every axis, and all neighbouring ones together, are measured while all the groups along them are busy, which is how a
 step uses them. Of each kind of collective the time of a few sizes goes into a table; latency and bandwidth are fitted
-to the gathers and reduce-scatters, for sizes between and beyond. So it is with matrix products and copies of each rank,
-which all ranks make at the same time. On CPUs a collective takes some of the time of those that compute: to be issued
-and waited for, and for each byte; where ranks share cores, so do a library's own threads.
+to the gathers and reduce-scatters, for sizes between and beyond. What computes is measured too (`gauge.py`). On CPUs a
+collective takes some of the time of those that compute: to be issued and waited for, and for each byte; where ranks
+share cores, so do a library's own threads.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,8 +26,9 @@ import torch.distributed as dist
 
 from passes import ops
 from passes.errors import Error
+from shardc.gauge import BATCHES, Say, end, gauged, rising
 from shardc.lanes import Lane, issue
-from shardc.links import Device, Link, Table, ring_steps
+from shardc.links import Link, Table, ring_steps
 from shardc.topology import Topology
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
@@ -37,7 +36,6 @@ SIZES = tuple(1 << n for n in range(12, 27, 2))
 """Bytes of the full value of a collective."""
 SECONDS = 0.25
 """for which a collective of one size is repeated; a size that takes longer is the last"""
-Say = Callable[[str], None]
 
 
 def calibrate(
@@ -60,7 +58,7 @@ def calibrate(
     groups |= {axes: topology.flat_group(axes) for axes in topology.neighbours()}
     links = {axes: _measured(group, sizes, device, progress) for axes, group in groups.items()}
     flat = {axes: links.pop(axes) for axes in topology.neighbours()}
-    measured = _of_rank_0(topology.with_links(measured_device(device, progress), **links).with_flat(flat))
+    measured = _of_rank_0(topology.with_links(gauged(device, progress), **links).with_flat(flat))
     if out is not None and dist.get_rank() == 0:
         measured.save(out)
     return measured
@@ -93,7 +91,7 @@ def _table(kind: str, group: Any, size: int, sizes: Sequence[int], device: torch
         points.append((rounds * full_bytes * (size - 1) // size, us))
         if us > SECONDS * 1e6:
             break
-    return _rising(points)
+    return rising(points)
 
 
 def _collective(kind: str, group: Any, size: int, full_bytes: int, device: torch.device) -> Callable[[], Any]:
@@ -106,9 +104,6 @@ def _collective(kind: str, group: Any, size: int, full_bytes: int, device: torch
         "all_reduce": (full, full),
     }[kind]
     return lambda: issue(kind, group, out, x).wait()
-
-
-BATCHES = 3
 
 
 def _timed_us(call: Callable[[], Any], device: torch.device) -> float:
@@ -127,16 +122,11 @@ def _timed_us(call: Callable[[], Any], device: torch.device) -> float:
 
 def _once_us(call: Callable[[], Any], device: torch.device) -> float:
     dist.barrier()
-    _end(device)
+    end(device)
     began = time.perf_counter()
     call()
-    _end(device)
+    end(device)
     return (time.perf_counter() - began) * 1e6
-
-
-def _end(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def slowest(us: float, device: torch.device) -> float:
@@ -167,12 +157,6 @@ def fitted(tables: Mapping[str, Table], size: int) -> Link:
     return Link(1 / max(float(us_per_byte), floor) / 1e3, float(latency_us), tables)
 
 
-PRODUCTS = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 1024)}
-"""Rows and columns of the matrices that are multiplied."""
-COPIED_BYTES = {"cuda": range(16, 31, 2), "cpu": range(13, 28, 2)}
-"""powers of 2"""
-
-
 # What collectives take of compute
 
 ROUNDS = 30
@@ -181,8 +165,10 @@ TINY = 256
 """values that each rank sends, to measure what does not depend on bytes"""
 OVER_US = 1e4
 """after so long they have come"""
-LONG_US = 1e5
-"""No collective takes longer, of those whose bytes are counted."""
+LONG_US, LARGE = 1e5, 2 << 20
+"""No collective takes longer or sends more, of those whose bytes are counted: as buckets are."""
+COLD = 64 << 20
+"""bytes that are sent before the same ones are sent again: no cache holds what a step sends either"""
 OWN = 0.9
 """of a core: what has so much of one computes beside the threads of a library, not instead of them"""
 
@@ -194,7 +180,8 @@ def with_overhead(link: Link, group: Any, progress: Say = lambda text: None) -> 
     issued_us = launch_us(group)
     found = []
     for kind in ("all_gather", "reduce_scatter"):
-        sent_bytes, us = max((it for it in link.tables[kind] if it[1] <= LONG_US), default=link.tables[kind][0])
+        table = link.tables[kind]
+        sent_bytes, us = max((it for it in table if it[0] <= LARGE and it[1] <= LONG_US), default=table[0])
         progress(f"measuring what {kind} of {sent_bytes:,} bytes takes of compute")
         piece = max(1, sent_bytes // 4 // (group.size() - 1))
         found.append((_overhead_us(group, kind, piece, OVER_US + 2 * us) - issued_us) / sent_bytes * 1e6)
@@ -207,13 +194,17 @@ def launch_us(group: Any) -> float:
 
 
 def _overhead_us(group: Any, kind: str, piece: int, us: float, threads: bool = True) -> float:
-    """Of a collective that sends each rank a piece of so many values, and is under way for less than so long, on the
-    slowest rank. Matrix products before and meanwhile leave caches as a step does. `threads`: with those of a library;
-    what these do for one small collective, mostly waking up, is lost in what else they do."""
+    """Of a collective that sends each rank a piece of so many values, and is under way for less than so long, as ranks
+    have it on average. Matrix products before and meanwhile leave caches as a step does. `threads`: with those of a
+    library; what these do for one small collective, mostly waking up, is lost in what else they do."""
     lane, a = Lane(group.group_name), torch.randn(256, 256)
-    x = torch.zeros(piece if kind == "all_gather" else piece * group.size())
+    values = piece if kind == "all_gather" else piece * group.size()
+    sources = torch.zeros(min(ROUNDS, -(-COLD // (4 * values))), values)
     hop = ops.Hop(kind, "", group.size(), "gather" if kind == "all_gather" else "reduce", ("",), again=False)
-    return slowest(median(_taken_us(lane, hop, x, a, us, threads) for _ in range(ROUNDS)), torch.device("cpu"))
+    taken = [_taken_us(lane, hop, x, a, us, threads) for x in islice(cycle(sources), ROUNDS)]
+    found = torch.tensor(median(taken), dtype=torch.float64)
+    dist.all_reduce(found)
+    return float(found) / dist.get_world_size()
 
 
 def _taken_us(lane: Lane, hop: ops.Hop, x: torch.Tensor, a: torch.Tensor, us: float, threads: bool) -> float:
@@ -233,68 +224,6 @@ def _taken_us(lane: Lane, hop: ops.Hop, x: torch.Tensor, a: torch.Tensor, us: fl
     if threads and share < OWN:
         took += all_ended - all_began - (ended - began)
     return took / share / 1e3
-
-
-def measured_device(device: torch.device, progress: Say = lambda text: None) -> Device:
-    """How long this rank's device takes to multiply matrices and to copy memory. The rates are those of the largest, as
-    they are reached (`efficiency` 1)."""
-    progress(f"measuring compute on {device}")
-    tables = {"products16": _products(torch.bfloat16, device), "products32": _products(torch.float32, device)}
-    tables["memory"] = _copies(device)
-    tflops, fp32_tflops, gb_per_s = (table[-1][0] / table[-1][1] / 1e6 for table in tables.values())
-    library = "gloo" if dist.is_initialized() and dist.get_backend() == "gloo" else ""
-    return Device(_name(device), tflops, 1e3 * gb_per_s, _memory_gb(device), 1.0, tflops / fp32_tflops, library, tables)
-
-
-def _products(dtype: torch.dtype, device: torch.device) -> Table:
-    points = []
-    for n in PRODUCTS[device.type]:
-        a = torch.randn(n, n, device=device).to(dtype)
-        points.append((2 * n**3, _repeated_us(partial(torch.matmul, a, a), device)))
-    return _rising(points)
-
-
-def _copies(device: torch.device) -> Table:
-    points = []
-    for power in COPIED_BYTES[device.type]:
-        x = torch.zeros(1 << power, dtype=torch.uint8, device=device)
-        points.append((2 << power, _repeated_us(partial(torch.empty_like(x).copy_, x), device)))
-    return _rising(points)
-
-
-def _rising(points: Iterable[tuple[int, float]]) -> Table:
-    amounts, us = zip(*points, strict=True)
-    return tuple(zip(amounts, accumulate(us, max), strict=True))
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-
-
-def _memory_gb(device: torch.device) -> float:
-    """Of a CPU, this rank's part of the host's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory / 1e9
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    return host / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-
-
-TURN = 0.4
-"""seconds: of ranks that share a core, each has had its turns in that time"""
-
-
-def _repeated_us(call: Callable[[], Any], device: torch.device) -> float:
-    """On average, while all ranks do the same: of ranks that share a core, most single calls have it to themselves."""
-    call()
-    if dist.is_initialized():
-        dist.barrier()
-    _end(device)
-    count, began = 0, time.perf_counter()
-    while count < 1 or time.perf_counter() < began + TURN:
-        call()
-        _end(device)
-        count += 1
-    return (time.perf_counter() - began) / count * 1e6
 
 
 def _of_rank_0(topology: Topology) -> Topology:

@@ -25,8 +25,9 @@ from torch import nn
 
 from passes.errors import Error
 from shardc import _torch
-from shardc.calibrate import calibrate, measured_device, summary
+from shardc.calibrate import calibrate, summary
 from shardc.compile import compile as compile_model
+from shardc.gauge import own_tflops
 from shardc.near import near
 from shardc.plan import Plan
 from shardc.topology import Topology
@@ -122,7 +123,7 @@ def slow_ranks() -> list[int]:
 def _rates() -> list[float]:
     """Of matrix products, by rank."""
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    mine = torch.tensor(measured_device(device).tflops, dtype=torch.float64, device=device)
+    mine = torch.tensor(own_tflops(device), dtype=torch.float64, device=device)
     found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
     return [float(rate) for rate in found]

@@ -105,16 +105,18 @@ class Device:
     library: str = ""
     """what moves bytes between such devices, where that matters ("gloo")"""
     tables: Mapping[str, Table] = field(default_factory=dict, hash=False)
-    """of "products16" and "products32", by operations, and of "memory", by bytes read and written; where there is one,
-    it counts and the rates do not"""
+    """of "products16" and "products32", "attention16" and the like, "attention backward16" and the like, by operations,
+    and of "memory", by bytes read and written; where there is one, it counts and the rates do not"""
 
     def __post_init__(self) -> None:
         _check(self.tables)
 
-    def product_us(self, operations: float, itemsize: int) -> float:
-        """Of a matrix product of numbers of so many bytes."""
+    def product_us(self, operations: float, itemsize: int, kind: str = "products") -> float:
+        """Of matrix products of numbers of so many bytes. Those of attention ("attention", "attention backward") may
+        take longer, where that was measured."""
         short = itemsize <= 2
-        if table := self.tables.get("products16" if short else "products32"):
+        bits = "16" if short else "32"
+        if table := self.tables.get(kind + bits) or self.tables.get("products" + bits):
             return _interpolated(table, operations)
         return operations * (1.0 if short else self.slower_fp32) / self.tflops / self.efficiency / 1e6
 

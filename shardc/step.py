@@ -272,9 +272,17 @@ def ranks_own_numbers(device: torch.device) -> Iterator[None]:
         return
     golden = 0x9E3779B97F4A7C15  # spreads ranks over all bits: a CPU's generator takes the low 32 of a seed
     seed = (int(torch.randint(1 << 62, ())) ^ dist.get_rank() * golden) % (1 << 62)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    states = [generator.get_state() for generator in generators]  # `torch.manual_seed` formats stacks where CUDA sleeps
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
         yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 class Step:

@@ -61,7 +61,8 @@ def test_a_job_measures_its_axes_and_all_ranks_have_the_same_numbers(tmp_path: P
     assert axes == "gpu+node" and [sent for sent, _ in flat.tables["all_gather"]] == [3 << 10, 3 << 14, 3 << 18]
     device = topology.computes
     assert device.tflops > 0 and device.memory_gb_per_s > 0
-    assert set(device.tables) == {"products16", "products32", "memory"}
+    kinds = ("products", "attention", "attention backward")
+    assert set(device.tables) == {kind + bits for kind in kinds for bits in ("16", "32")} | {"memory"}
     largest = 2 * 1024**3
     assert device.product_us(largest, 2) == pytest.approx(largest / device.tflops / 1e6)
     assert device.product_us(largest, 4) == pytest.approx(largest / device.tflops / 1e6 * device.slower_fp32)

@@ -12,6 +12,7 @@ from torch import nn
 import shardc
 from passes import ops
 from passes.parse import parse
+from shardc.gauge import Block
 from shardc.links import MACHINES, Device, Link
 from shardc.times import busy_us, collective_us, hop_us, times_us
 from shardc.topology import Topology
@@ -77,6 +78,20 @@ def test_of_a_device_too() -> None:
     assert device.product_us(10**9, 2) == 1000.0, "16-bit products were not measured"
     assert [device.memory_us(n) for n in (0, 1, 8192)] == [0.0, 1.0, 2.0]
     assert Device.from_dict(device.to_dict()) == device
+
+
+def test_attention_takes_what_was_measured_of_it() -> None:
+    tables = {"attention32": ((10, 3000.0),), "attention backward32": ((10, 7000.0),)}
+    device = replace(DEVICE, tables=tables)
+    link = Link(1.0, 0.0)
+    topology = Topology(node=1, gpu=1).with_links(device, node=link, gpu=link)
+    program = shardc.trace(Block(8, 2), shardc.Plan.ddp(topology), torch.randn(1, 4, 8, requires_grad=True), keep=False)
+    for variant, measured_us in zip(program.step(), (3000.0, 7000.0), strict=True):
+        us = times_us(program.graph(variant), topology)
+        (attends,) = [node for node in us if node.op == "call_function" and "scaled_dot" in node.name]
+        operations = {"forward": 2, "backward": 5}[variant.half] * 2 * 2 * 4 * 4 * 4
+        assert us[attends] == measured_us * operations / 10
+        assert max(t for node, t in us.items() if node is not attends) < 10.0
 
 
 # Topologies

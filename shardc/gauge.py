@@ -1,0 +1,202 @@
+"""Gauge: how fast a rank's device computes, measured while all ranks do the same.
+
+Matrix products, attention and copies of a few sizes go into tables. In a model they take longer than one after another
+in a loop: caches are cold, and compiled code has more to do between them. So a block of a transformer is compiled and
+run, and what it takes beyond what the tables say of it goes into those of products and attention.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardc.links import Device, Link, Table
+from shardc.plan import Plan
+from shardc.times import times_us
+from shardc.topology import Topology
+from shardc.trace import trace
+
+Say = Callable[[str], None]
+DTYPES = {"16": torch.bfloat16, "32": torch.float32}
+PRODUCTS = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 1024)}
+"""Rows and columns of the matrices that are multiplied."""
+ATTENDED = {"cuda": ((16, 128), (512, 1024, 2048, 4096, 8192)), "cpu": ((8, 64), (64, 128, 256, 512))}
+"""Heads and their dim, and the lengths of sequences that attend to themselves, each token to those before."""
+COPIED_BYTES = {"cuda": range(16, 31, 2), "cpu": range(13, 28, 2)}
+"""powers of 2"""
+BLOCKS = {"cuda": (4096, 32, 4096), "cpu": (512, 8, 128)}
+"""Dim and heads of a block, and the tokens that go through it."""
+TURN = 0.2
+"""seconds: of ranks that share a core, each has had its turns in that time"""
+BATCHES = 3
+"""of which the median counts: machines stand still now and then"""
+
+
+def gauged(device: torch.device, progress: Say = lambda text: None) -> Device:
+    """`measured_device`, with what a compiled block takes. All ranks call it together."""
+    found = measured_device(device, progress)
+    factors = {}
+    for bits, dtype in DTYPES.items():
+        progress(f"compiling a block of {bits}-bit numbers, and running it")
+        factors[bits] = _slower(found, dtype, device)
+    tables = {
+        name: tuple((amount, us * factors.get(name[-2:], 1.0)) for amount, us in table)
+        for name, table in found.tables.items()
+    }
+    slower_fp32 = found.slower_fp32 * factors["32"] / factors["16"]
+    return replace(found, tflops=found.tflops / factors["16"], slower_fp32=slower_fp32, tables=tables)
+
+
+def measured_device(device: torch.device, progress: Say = lambda text: None) -> Device:
+    """How long a rank's device takes to multiply matrices, to attend and to copy memory. The rates are those of the
+    largest, as they are reached (`efficiency` 1)."""
+    progress(f"measuring compute on {device}")
+    tables = {f"products{bits}": _products(dtype, device) for bits, dtype in DTYPES.items()}
+    tables["memory"] = _copies(device)
+    tflops, fp32_tflops, gb_per_s = (table[-1][0] / table[-1][1] / 1e6 for table in tables.values())
+    for bits, dtype in DTYPES.items():
+        tables[f"attention{bits}"], tables[f"attention backward{bits}"] = _attention(dtype, device)
+    library = "gloo" if dist.is_initialized() and dist.get_backend() == "gloo" else ""
+    return Device(_name(device), tflops, 1e3 * gb_per_s, _memory_gb(device), 1.0, tflops / fp32_tflops, library, tables)
+
+
+def _products(dtype: torch.dtype, device: torch.device) -> Table:
+    points = []
+    for n in PRODUCTS[device.type]:
+        a = torch.randn(n, n, device=device).to(dtype)
+        points.append((2 * n**3, repeated_us(partial(torch.matmul, a, a), device)))
+    return rising(points)
+
+
+def _attention(dtype: torch.dtype, device: torch.device) -> tuple[Table, Table]:
+    """Forward and backward, by the operations that torch counts, of which a causal one may do half."""
+    forward, backward = [], []
+    (heads, dim), lengths = ATTENDED[device.type]
+    for n in lengths:
+        q, k, v, grad = (torch.randn(1, heads, n, dim, device=device).to(dtype) for _ in range(4))
+        inputs = tuple(x.requires_grad_() for x in (q, k, v))
+        attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        grads = partial(torch.autograd.grad, attend(), inputs, grad, retain_graph=True)
+        product = 2 * heads * n * n * dim
+        forward.append((2 * product, repeated_us(attend, device)))
+        backward.append((5 * product, repeated_us(grads, device)))
+    return rising(forward), rising(backward)
+
+
+def _copies(device: torch.device) -> Table:
+    points = []
+    for power in COPIED_BYTES[device.type]:
+        x = torch.zeros(1 << power, dtype=torch.uint8, device=device)
+        points.append((2 << power, repeated_us(partial(torch.empty_like(x).copy_, x), device)))
+    return rising(points)
+
+
+def rising(points: Iterable[tuple[int, float]]) -> Table:
+    """A table of what was measured, where noise may have made more take less."""
+    amounts, us = zip(*points, strict=True)
+    return tuple(zip(amounts, accumulate(us, max), strict=True))
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def _memory_gb(device: torch.device) -> float:
+    """Of a CPU, this rank's part of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 1e9
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return host / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+class Block(nn.Module):
+    """Of a transformer: attention and a gated MLP, before each of which values are normalised."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads, hidden = heads, dim * 11 // 4
+        self.first_norm, self.second_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, 2 * hidden, bias=False), nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, dim = x.shape
+        q, k, v = self.qkv(self.first_norm(x)).view(rows, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, tokens, dim))
+        gate, value = self.up(self.second_norm(x)).chunk(2, -1)
+        return (x + self.down(F.silu(gate) * value)).square().mean()
+
+
+def _slower(known: Device, dtype: torch.dtype, device: torch.device) -> float:
+    """How many times as long as it is foretold a compiled block takes, forward and backward."""
+    dim, heads, tokens = BLOCKS[device.type]
+    with device:
+        block, x = Block(dim, heads).to(dtype), torch.randn(1, tokens, dim).to(dtype).requires_grad_()
+    compiled = torch.compile(block, fullgraph=True, dynamic=False)
+
+    def call() -> None:
+        compiled(x).backward()
+        block.zero_grad()
+
+    return repeated_us(call, device) / _foretold_us(known, block, x)
+
+
+def _foretold_us(known: Device, block: Block, x: Tensor) -> float:
+    link = Link(1.0, 0.0)
+    plan = Plan.ddp(Topology(node=1, gpu=1).with_links(known, node=link, gpu=link))
+    program = trace(block, plan, x, keep=False)
+    return sum(sum(times_us(program.graph(variant), plan.topology).values()) for variant in program.step())
+
+
+def own_tflops(device: torch.device) -> float:
+    """Of this rank alone, in the largest products of 16-bit numbers, while all ranks make them."""
+    n = PRODUCTS[device.type][-1]
+    a = torch.randn(n, n, device=device).to(torch.bfloat16)
+    taken = [_taken(partial(torch.matmul, a, a), device) for _ in range(1 + BATCHES)][1:]
+    return 2 * n**3 / median(took_s / calls for took_s, calls in taken) / 1e12
+
+
+def repeated_us(call: Callable[[], object], device: torch.device) -> float:
+    """Of one call of many, on the average of all ranks, while they do the same: of ranks that share a core, most single
+    calls have it to themselves, and some ranks have more of it than others for a while."""
+    call()
+    return median(_average_us(call, device) for _ in range(BATCHES))
+
+
+def _average_us(call: Callable[[], object], device: torch.device) -> float:
+    taken = torch.tensor(_taken(call, device), dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(taken)
+    took_s, calls = taken.tolist()
+    return took_s / calls * 1e6
+
+
+def _taken(call: Callable[[], object], device: torch.device) -> tuple[float, int]:
+    """Seconds, and calls."""
+    if dist.is_initialized():
+        dist.barrier()
+    end(device)
+    calls, began = 0, time.perf_counter()
+    while calls < 1 or time.perf_counter() < began + TURN:
+        call()
+        end(device)
+        calls += 1
+    return time.perf_counter() - began, calls
+
+
+def end(device: torch.device) -> None:
+    """Of what was launched there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
