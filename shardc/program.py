@@ -63,6 +63,8 @@ class Variant:
     sums: bool = False
     """others of its step came before it, whose gradients wait between two hops; on a rank that was told to drop them,
     too, for orders are common to all"""
+    again: bool = False
+    """gradients of calls before it lie there, so that less may be gathered ahead, where memory is limited"""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Program:
 
     @property
     def forward(self) -> fx.Graph:
-        return self.graph(Variant("forward"))
+        return self.plain()
 
     @property
     def backward(self) -> fx.Graph | None:
@@ -125,21 +127,38 @@ class Program:
         names = {n for n, p in self.params.items() if p.has_copy and (stale is None or p.layout.name in stale)}
         return self.graph(Variant("forward", stale=tuple(sorted(names))))
 
+    def plain(self, *, again: bool = False) -> fx.Graph:
+        """The forward that makes no compute copies. `again`: gradients of calls before it lie there; where there is no
+        room for them it is the backward that says so, for until then they may be gone."""
+        variant = Variant("forward", again=again and self.is_limited)
+        return self.graph(replace(variant, again=False) if variant in self.unfit else variant)
+
+    @property
+    def is_limited(self) -> bool:
+        return self.plan.memory_limit is not None
+
     def variation(
-        self, *, synced: bool, accumulated: Mapping[str, Param] | None = None, first: bool | None = None
+        self,
+        *,
+        synced: bool,
+        accumulated: Mapping[str, Param] | None = None,
+        first: bool | None = None,
+        again: bool = False,
     ) -> fx.Graph:
         """The backward that adds to the accumulators `accumulated` (by placeholder name; by default to those of all
         parameters that it has gradients for) and, if `synced`, brings the sums to the optim rung. It is the `first` of
-        its step where it adds to none, unless that is said: ranks must agree on that, not on what has accumulated."""
+        its step where it adds to none, unless that is said: ranks must agree on that, not on what has accumulated.
+        `again`: as for a forward."""
         if self.halves[1] is None:
             raise Error("This program has no backward: nothing in it is trained.")
         if accumulated is None:
             accumulated = self._accumulators
-        return self.graph(self._backward(synced, accumulated, not accumulated if first is None else first))
+        return self.graph(self._backward(synced, accumulated, not accumulated if first is None else first, again))
 
-    def _backward(self, synced: bool, accumulated: Mapping[str, Param], first: bool) -> Variant:
+    def _backward(self, synced: bool, accumulated: Mapping[str, Param], first: bool, again: bool) -> Variant:
         sums = synced and not first and self._stops_at_sums
-        return Variant("backward", accumulated=tuple(accumulated.items()), synced=synced, sums=sums)
+        again = again and not accumulated and self.is_limited
+        return Variant("backward", accumulated=tuple(accumulated.items()), synced=synced, sums=sums, again=again)
 
     @cached_property
     def _stops_at_sums(self) -> bool:
@@ -160,16 +179,19 @@ class Program:
         found = []
         stale = tuple(sorted(n for n, p in self.params.items() if p.has_copy))
         for i in range(micro_batches):
-            found.append(Variant("forward", stale=() if i else stale))
+            found.append(Variant("forward", stale=() if i else stale, again=i > 0 and self.is_limited))
             if self.halves[1] is not None:
                 accumulated = self._accumulators if i else {}
-                found.append(self._backward(i == micro_batches - 1, accumulated, first=not i))
+                found.append(self._backward(i == micro_batches - 1, accumulated, first=not i, again=i > 0))
         return found
 
     def graph(self, variant: Variant) -> fx.Graph:
         """Of one call, as it runs."""
         if variant in self.unfit:
             self.unfit[variant].check(self.plan.memory_limit or 0)
+        first = replace(variant, again=False)
+        if self._window(first) == self._window(variant):
+            variant = first
         if variant not in self.made:
             graph = self._finish(variant)
             self._verify(graph, variant)

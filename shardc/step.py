@@ -196,6 +196,11 @@ class Runtime:
             self.begun.drop()
         self.begun = None
 
+    @property
+    def again(self) -> bool:
+        """Gradients lie there."""
+        return any(p.accumulator is not None or p.tensor.grad is not None for p in self.params.values())
+
     def forget_programs(self) -> None:
         """And the regions that were compiled for them; backwards that are still to come keep theirs."""
         self.programs.clear()
@@ -299,7 +304,7 @@ class Step:
             if n.name.startswith("tangents")
         ]
         self.draws = any(ops.is_random(node) for node in forward.nodes)
-        self.forwards: dict[frozenset[str], fx.Graph] = {}
+        self.forwards: dict[tuple[frozenset[str], bool], fx.Graph] = {}
         self.backwards: dict[tuple[Any, ...], fx.Graph] = {}
 
     def __call__(self, *flat: Any) -> tuple[Any, ...]:
@@ -349,10 +354,16 @@ class Step:
         return self.params[name].shard if stale else self.params[name].at_rest()
 
     def _forward(self, stale: frozenset[str]) -> fx.Graph:
-        if stale not in self.forwards:
+        key = stale, self._again
+        if key not in self.forwards:
             names = {self.params[n].name for n in stale}
-            self.forwards[stale] = self.program.refreshed(names) if stale else self.program.forward
-        return self.forwards[stale]
+            self.forwards[key] = self.program.refreshed(names) if stale else self.program.plain(again=self._again)
+        return self.forwards[key]
+
+    @property
+    def _again(self) -> bool:
+        """Ranks need not agree on it: it changes what is gathered ahead, not in which order."""
+        return self.program.is_limited and self.runtime.again
 
     def run_backward(self, saved: list[Any], tangents: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Gradients by name, as autograd is to see them; what is not synced stays with the runtime."""
@@ -397,11 +408,12 @@ class Step:
         return torch.zeros(node.meta["val"].shape, device=self.device) if value is None else value
 
     def _backward(self, synced: bool, waiting: dict[str, Sharded]) -> tuple[fx.Graph, Run]:
-        first = self.runtime.first
-        key = (synced, first, *waiting)
+        first, again = self.runtime.first, self._again
+        key = (synced, first, again, *waiting)
         if key not in self.backwards:
             accumulated = {n: p.param for n, p in waiting.items()}
-            self.backwards[key] = self.program.variation(synced=synced, accumulated=accumulated, first=first)
+            made = self.program.variation(synced=synced, accumulated=accumulated, first=first, again=again)
+            self.backwards[key] = made
         name = "backward" + "_accumulate" * bool(waiting) + "_sync" * synced
         return self.backwards[key], self.runtime.lowering(self.backwards[key], name)
 

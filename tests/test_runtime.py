@@ -21,8 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardc
+from passes.order import collective_order
+from passes.text import to_text
 from shardc import near
 from shardc.lanes import Flying
+from shardc.links import Device, Link
 from training import error
 from world import run
 
@@ -585,6 +588,52 @@ def hold_what_the_plan_says(letters: list[str]) -> None:
 @pytest.mark.parametrize("letters", [list(SHAPES)[:4], list(SHAPES)[4:]], ids=" ".join)
 def test_copies_and_accumulators_exist_only_where_the_plan_says(letters: list[str]) -> None:
     run(hold_what_the_plan_says, 4, letters)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def less_ahead_where_gradients_lie() -> None:
+    """On rank 0 there are some before the first micro-batch, too."""
+    links = TOPOLOGY.with_links(Device("", 0.01, 1.0, 1.0), node=Link(0.05, 5.0), gpu=Link(0.5, 2.0))
+    data = [torch.randn(16, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    torch.manual_seed(0)
+    reference = Layers()
+
+    def compiled(**options: Any) -> nn.Module:
+        of = shardc.Plan.zero3(links, **options)
+        return shardc.compile(copy.deepcopy(reference), of, backend="eager", progress=lambda line: None)
+
+    free = compiled()
+    free(data[0])
+    one, two = (shardc.simulate(shardc.programs(free)[0], micro_batches=n).peak_bytes for n in (1, 2))
+    model = compiled(memory_limit=(one + two) // 2)
+    if dist.get_rank() == 0:
+        weight = next(model.parameters())
+        weight.grad = torch.zeros_like(weight)
+    for index, x in enumerate(data):
+        model.set_requires_gradient_sync(index == 2)
+        model(x).square().mean().backward()
+        reference(x).square().mean().backward()
+    made = {again: graph for (*_, again), graph in model._shardc.latest().backwards.items()}
+    assert [*made] == ([False, True] if dist.get_rank() else [True])
+    if dist.get_rank():
+        assert to_text(made[False]) != to_text(made[True])
+        assert collective_order(made[False]) == collective_order(made[True])
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert error(p.grad.full_tensor(), q.grad) < LIMIT
+
+
+def test_where_gradients_lie_and_memory_is_limited_less_is_gathered_ahead() -> None:
+    run(less_ahead_where_gradients_lie, 4)
 
 
 # The end of a model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -232,13 +233,27 @@ def test_less_is_gathered_ahead_to_stay_below_a_limit() -> None:
     assert simulate(program).peak_bytes < free
 
 
-def test_a_call_has_what_it_needs_though_another_has_to_do_with_less() -> None:
-    """Several micro-batches hold a sum of gradients more, in the calls of all but the first."""
-    alone, several = timeline("IIG").peak_bytes, timeline("IIG", 2).peak_bytes
-    program = limited("IIG", (alone + several) // 2)
+@pytest.mark.parametrize("plan", ["IIG", "zero3"])
+def test_a_call_has_what_it_needs_though_another_has_to_do_with_less(plan: str) -> None:
+    """Several micro-batches hold gradients more, in the calls of all but the first: their sums, or those of ZeRO-3."""
+    alone, several = timeline(plan).peak_bytes, timeline(plan, 2).peak_bytes
+    program = limited(plan, (alone + several) // 2)
     first, others = program.step(1), {*program.step(3)} - {*program.step(1)}
     assert {program.windows[variant] for variant in first} == {1.0}
     assert min(program.windows[variant] for variant in others) < 1.0
+    assert simulate(program).step_us == timeline(plan).step_us
+
+
+def test_where_there_is_no_room_for_earlier_gradients_a_backward_says_so_and_no_forward() -> None:
+    """They may be zeroed between the two."""
+    program, least = limited("zero3", "1GB"), timeline("zero3").peak_bytes
+    with suppress(Error):
+        while True:
+            program = limited("zero3", least)
+            least = simulate(program).peak_bytes - 1
+    assert program.plain(again=True) is program.forward
+    with pytest.raises(Error, match="A step needs"):
+        program.variation(synced=True, accumulated={}, again=True)
 
 
 @pytest.mark.parametrize("letters", ["IIG", "GIG"])
