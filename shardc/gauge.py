@@ -44,8 +44,8 @@ BATCHES = 3
 
 
 def gauged(device: torch.device, progress: Say = lambda text: None) -> Device:
-    """`measured_device`, with what a compiled block takes. All ranks call it together."""
-    found = measured_device(device, progress)
+    """Tables and rates of a device, with what a compiled block takes. All ranks call it together."""
+    found = _measured(device, progress)
     factors = {}
     for bits, dtype in DTYPES.items():
         progress(f"compiling a block of {bits}-bit numbers, and running it")
@@ -58,7 +58,7 @@ def gauged(device: torch.device, progress: Say = lambda text: None) -> Device:
     return replace(found, tflops=found.tflops / factors["16"], slower_fp32=slower_fp32, tables=tables)
 
 
-def measured_device(device: torch.device, progress: Say = lambda text: None) -> Device:
+def _measured(device: torch.device, progress: Say = lambda text: None) -> Device:
     """How long a rank's device takes to multiply matrices, to attend and to copy memory. The rates are those of the
     largest, as they are reached (`efficiency` 1)."""
     progress(f"measuring compute on {device}")
