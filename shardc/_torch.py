@@ -383,6 +383,16 @@ def group_called(name: str) -> Any:
 
 def is_gloo(group: Any) -> bool:
     """Whether Gloo, and nothing in between, moves what a group has on CPUs."""
+    found = _IS_GLOO.get(group)
+    if found is None:
+        found = _IS_GLOO[group] = _has_gloo(group)
+    return found
+
+
+_IS_GLOO: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _has_gloo(group: Any) -> bool:
     gloo = getattr(torch._C._distributed_c10d, "ProcessGroupGloo", None)
     if gloo is None or type(group) is not torch.distributed.ProcessGroup:
         return False

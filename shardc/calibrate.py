@@ -6,7 +6,8 @@ Every axis, and all neighbouring ones together, are measured while all the group
 step uses them. Of each kind of collective the time of a few sizes goes into a table; latency and bandwidth are fitted
 to the gathers and reduce-scatters, for sizes between and beyond. What computes is measured too (`gauge.py`). On CPUs a
 collective takes some of the time of those that compute: to be issued and waited for, and for each byte; where ranks
-share cores, so do a library's own threads.
+share cores, so do a library's own threads. That is measured for one collective of a kind at a time, and set right in
+whole steps (`trial.py`).
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ import torch.distributed as dist
 from passes import ops
 from passes.errors import Error
 from shardc.gauge import BATCHES, Say, end, gauged, rising
-from shardc.lanes import Lane, issue
+from shardc.lanes import Lane
 from shardc.links import Link, Table, ring_steps
+from shardc.near import near
 from shardc.topology import Topology
+from shardc.trial import tried
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 SIZES = tuple(1 << n for n in range(12, 27, 2))
@@ -51,17 +54,23 @@ def calibrate(
     that `Topology.load` reads, written by rank 0. Raises `Error` without a process group, and where the job is not of
     that shape.
     """
-    topology = Topology.from_torchrun() if topology is None else topology
+    topology = one_by_one(Topology.from_torchrun() if topology is None else topology, sizes, progress)
+    if topology.computes.library and topology.world > 1:
+        topology = _of_rank_0(tried(topology, progress))
+    if out is not None and dist.get_rank() == 0:
+        topology.save(out)
+    return topology
+
+
+def one_by_one(topology: Topology, sizes: Sequence[int], progress: Say = lambda text: None) -> Topology:
+    """Each link, and the device, while nothing else goes on. It raises, and is called, as `calibrate`."""
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in _backend() else torch.device("cpu")
     mesh = topology.mesh(device.type)
     groups = {axis: mesh.get_group(axis) for axis, _ in topology.inner}
     groups |= {axes: topology.flat_group(axes) for axes in topology.neighbours()}
     links = {axes: _measured(group, sizes, device, progress) for axes, group in groups.items()}
     flat = {axes: links.pop(axes) for axes in topology.neighbours()}
-    measured = _of_rank_0(topology.with_links(gauged(device, progress), **links).with_flat(flat))
-    if out is not None and dist.get_rank() == 0:
-        measured.save(out)
-    return measured
+    return _of_rank_0(topology.with_links(gauged(device, progress), **links).with_flat(flat))
 
 
 def _backend() -> str:
@@ -78,7 +87,9 @@ def _measured(group: Any, sizes: Sequence[int], device: torch.device, progress: 
     size = group.size()
     tables = {kind: _table(kind, group, size, sizes, device, progress) for kind in KINDS} if size > 1 else {}
     link = fitted(tables, size)
-    return link if device.type == "cuda" or size == 1 else with_overhead(link, group, progress)
+    if device.type == "cuda" or size == 1:
+        return link
+    return with_overhead(replace(link, near=near(group).arena is not None), group, progress)
 
 
 def _table(kind: str, group: Any, size: int, sizes: Sequence[int], device: torch.device, progress: Say) -> Table:
@@ -95,15 +106,11 @@ def _table(kind: str, group: Any, size: int, sizes: Sequence[int], device: torch
 
 
 def _collective(kind: str, group: Any, size: int, full_bytes: int, device: torch.device) -> Callable[[], Any]:
+    """As a step does it, all-reduces in place."""
     full = torch.zeros(max(size, full_bytes // 4 // size * size), device=device)
-    part = full[: len(full) // size].clone()
-    x, out = {
-        "all_gather": (part, full),
-        "reduce_scatter": (full, part),
-        "all_to_all": (full, torch.empty_like(full)),
-        "all_reduce": (full, full),
-    }[kind]
-    return lambda: issue(kind, group, out, x).wait()
+    x = full[: len(full) // size].clone() if kind == "all_gather" else full
+    lane, hop = Lane(group.group_name), ops.Hop(kind, "", size, "gather", ("",), again=False)
+    return lambda: lane.start(hop, x, in_place=kind == "all_reduce").wait()
 
 
 def _timed_us(call: Callable[[], Any], device: torch.device) -> float:
@@ -178,14 +185,17 @@ def with_overhead(link: Link, group: Any, progress: Say = lambda text: None) -> 
     it is nothing: the thread that issues it is ahead of what computes."""
     progress(f"measuring how long a collective over {group.size()} ranks takes to issue")
     issued_us = launch_us(group)
-    found = []
+    found = {}
     for kind in ("all_gather", "reduce_scatter"):
         table = link.tables[kind]
         sent_bytes, us = max((it for it in table if it[0] <= LARGE and it[1] <= LONG_US), default=table[0])
         progress(f"measuring what {kind} of {sent_bytes:,} bytes takes of compute")
         piece = max(1, sent_bytes // 4 // (group.size() - 1))
-        found.append((_overhead_us(group, kind, piece, OVER_US + 2 * us) - issued_us) / sent_bytes * 1e6)
-    return replace(link, launch_us=issued_us, launch_us_per_mb=max(0.0, sum(found) / len(found)))
+        taken_us = _overhead_us(group, kind, piece, OVER_US + 2 * us)
+        found[kind] = max(0.0, (taken_us - issued_us) / sent_bytes * 1e6)
+    return replace(
+        link, launch_us=issued_us, gather_us_per_mb=found["all_gather"], reduce_us_per_mb=found["reduce_scatter"]
+    )
 
 
 def launch_us(group: Any) -> float:
@@ -273,13 +283,13 @@ def _say(text: str) -> None:
 def summary(topology: Topology) -> str:
     """A line an axis, or several together, and the device."""
     device = topology.computes
-    lines = [f"{'axis':<8} {'ranks':>6} {'GB/s a rank':>12} {'latency us':>11} {'launch us':>10} {'and a MB':>9}"]
+    lines = [f"{'axis':<8} {'ranks':>6} {'GB/s a rank':>12} {'latency us':>11} {'launch us':>10} {'and a MB':>13}"]
     links = {axis: topology.link(axis) for axis, _ in topology.inner} | dict(topology.flat)
     for axis, link in links.items():
         size = topology.group_size(axis)
         lines.append(
             f"{axis:<8} {size:>6} {link.gb_per_s:>12.3f} {link.latency_us:>11.1f} "
-            f"{link.launch_us:>10.0f} {link.launch_us_per_mb:>9.0f}"
+            f"{link.launch_us:>10.0f} {link.gather_us_per_mb:>6.0f}/{link.reduce_us_per_mb:<6.0f}"
         )
     lines.append(
         f"{device.name}: {device.tflops:.2f} TFLOP/s in bf16, {device.slower_fp32:.1f} times as many as in fp32; "

@@ -25,7 +25,7 @@ from torch import nn
 
 from passes.errors import Error
 from shardc import _torch
-from shardc.calibrate import calibrate, summary
+from shardc.calibrate import one_by_one, summary
 from shardc.compile import compile as compile_model
 from shardc.gauge import own_tflops
 from shardc.near import near
@@ -86,7 +86,7 @@ def training() -> str:
 
 def links() -> str:
     """Raises for an axis that is faster than one inside it, and for a rank that computes slower than others."""
-    topology = calibrate(Topology.from_torchrun(), sizes=SIZES)
+    topology = one_by_one(Topology.from_torchrun(), SIZES)
     used = [(axis, topology.link(axis).gb_per_s) for axis, size in topology.inner if size > 1]
     for (inner, fast), (outer, slow) in pairwise(used):
         if slow > 1.5 * fast:

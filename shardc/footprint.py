@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -23,10 +23,11 @@ from passes.feedback import residual_shapes
 from passes.memory import Life, levels_of, lives
 from passes.text import value_of
 from passes.wire import lost
-from shardc.times import is_fused
+from shardc.times import arrives_in_arena, is_fused
 
 if TYPE_CHECKING:
     from shardc.program import Program, Variant
+    from shardc.topology import Topology
 
 MASTER = "master parameters and optimizer state"
 COPIES = "compute copies"
@@ -50,8 +51,9 @@ REMEDIES = {
 
 
 BY_MESSAGES = ("gloo",)
-"""Libraries on which what a hop sends to ranks that are near is in shared memory (`shardc.near`), and what it sends to
-others arrives beside what it is summed in (`shardc.messages`)."""
+"""Libraries on which what a hop sends to ranks that are near is in shared memory (`shardc.near`), what is gathered
+among them is there once for all (`shardc.arena`), and what comes from others arrives beside what it is summed in
+(`shardc.messages`)."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,14 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
     inputs_bytes = _inputs_bytes(program)
     copies_bytes = gradient_bytes = 0
     residuals_bytes = _residuals_bytes(program)
-    rooms_bytes = _rooms_bytes(graph for _, graph in calls) if program.library in BY_MESSAGES else 0
+    shared = program.topology if program.library in BY_MESSAGES else None
+    rooms_bytes = _rooms_bytes([graph for _, graph in calls], shared) if shared else 0
     saved = _Saved()
     for variant, graph in calls:
         given_up = saved.given_up(graph) if variant.half == "backward" else set()
-        living = [life for life in lives(graph, given_up) if life.node in given_up or _is_made(life)]
+        living = [
+            _on_this_rank(life, shared) for life in lives(graph, given_up) if life.node in given_up or _is_made(life)
+        ]
         kept = Counter({MASTER: found.rest_bytes, COPIES: copies_bytes, ACTIVATIONS: inputs_bytes})
         kept[GRADIENTS] = 0 if variant.accumulated else gradient_bytes
         kept[RESIDUALS] = residuals_bytes - _taken_bytes(graph)
@@ -222,16 +227,29 @@ def _inputs_bytes(program: Program) -> int:
     return sum(life.bytes for life in lives(program.halves[0]) if life.node in own)
 
 
-def _rooms_bytes(graphs: Iterable[fx.Graph]) -> int:
+def _on_this_rank(life: Life, shared: Topology | None) -> Life:
+    """Of what ranks that are near have gathered, a rank's share; what arrives there is a part of it."""
+    if shared and life.node.target is ops.all_gather:
+        hop = ops.hop(life.node)
+        if arrives_in_arena(life.node, shared):
+            return replace(life, bytes=0)
+        if shared.is_near(hop.axis):
+            return replace(life, bytes=life.bytes // hop.size)
+    return life
+
+
+def _rooms_bytes(graphs: Iterable[fx.Graph], shared: Topology) -> int:
     """The most that is between start and wait at once. It is kept, for the next that is sent."""
-    return max((max(levels_of(_sent(graph), len(graph.nodes))) for graph in graphs), default=0)
+    return max((max(levels_of(_sent(graph, shared), len(graph.nodes))) for graph in graphs), default=0)
 
 
-def _sent(graph: fx.Graph) -> Iterator[Life]:
-    """What a hop sends: a gather the same to all, others each piece to another rank."""
+def _sent(graph: fx.Graph, shared: Topology) -> Iterator[Life]:
+    """What a hop sends, but for what is gathered in place: a gather the same to all, others each piece to another
+    rank."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     for start in filter(ops.is_start, graph.nodes):
-        if ops.hop(start).kind != "all_reduce":
+        in_place = ops.hop(start).kind == "all_gather" and shared.is_near(ops.hop(start).axis)
+        if ops.hop(start).kind != "all_reduce" and not in_place:
             end = start
             while (wait := ops.wait_of(end)) is None:
                 end = next(iter(end.users))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -33,8 +33,10 @@ LISTENERS: list[Callable[[float], None]] = []
 class Flying:
     """A hop under way."""
 
-    def __init__(self, hop: ops.Hop, source: torch.Tensor | Flying, out: torch.Tensor):
+    def __init__(self, hop: ops.Hop, source: torch.Tensor | Flying, out: torch.Tensor, whole: torch.Tensor | None):
         self.hop, self.out = hop, out
+        self.whole = whole
+        """what the gather that relays it brings, of which it is a part"""
         self.source: torch.Tensor | Flying | None = source
         self.issued: threading.Event | None = None
         """where a thread of the lane issues it"""
@@ -93,10 +95,25 @@ class Lane:
     def __deepcopy__(self, memo: dict[int, Any]) -> Lane:
         return self
 
-    def start(self, hop: ops.Hop, source: torch.Tensor | Flying, *, in_place: bool = False) -> Flying:
-        """`in_place`: nobody else needs what an all-reduce takes, so that it may be summed where it is."""
+    def start(
+        self,
+        hop: ops.Hop,
+        source: torch.Tensor | Flying,
+        *,
+        in_place: bool = False,
+        into: tuple[Lane, ops.Hop] | None = None,
+    ) -> Flying:
+        """`in_place`: nobody else needs what an all-reduce takes, so that it may be summed where it is. `into`: nobody
+        but this gather needs what the hop brings, so that it may arrive where it is gathered."""
         x = source.out if isinstance(source, Flying) else source
-        flying = Flying(hop, source, x if in_place else _room(hop, x))
+        whole = into[0].in_arena(into[1], _shape(hop, x.shape), x) if into else None
+        if in_place:
+            out = x
+        elif into and whole is not None:
+            out = into[0].own_part(whole)
+        else:
+            out = self._room(hop, source)
+        flying = Flying(hop, source, out, whole)
         if x.is_cuda and isinstance(source, Flying):
             self._issue_on_stream(flying)
         elif isinstance(source, Flying) or (self.queued and not self.queued.is_set()):
@@ -104,6 +121,26 @@ class Lane:
         else:
             flying.issue(self.group)
         return flying
+
+    def _room(self, hop: ops.Hop, source: torch.Tensor | Flying) -> torch.Tensor:
+        """For what a hop brings."""
+        if isinstance(source, Flying):
+            if source.whole is not None:
+                return source.whole
+            source = source.out
+        found = self.in_arena(hop, source.shape, source) if hop.kind == "all_gather" else None
+        return source.new_empty(_shape(hop, source.shape)) if found is None else found
+
+    def in_arena(self, hop: ops.Hop, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor | None:
+        """Room for a gather of such parts, which ranks have in common; None where they have nothing in common."""
+        group = _torch.group_called(self.group)
+        whole = _shape(hop, shape)
+        return messages.in_arena(group, whole, like) if _go_by_messages("all_gather", group, like) else None
+
+    def own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Of what a gather brings."""
+        group = _torch.group_called(self.group)
+        return whole.chunk(group.size())[group.rank()]
 
     def _issue_on_stream(self, flying: Flying) -> None:
         if self.stream is None:
@@ -128,14 +165,14 @@ def _issue_all(queue: SimpleQueue[Flying], group: str) -> None:
         del flying
 
 
-def _room(hop: ops.Hop, x: torch.Tensor) -> torch.Tensor:
-    """For what a hop brings."""
-    if hop.kind == "all_reduce":
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-    if hop.kind == "all_to_all":
-        return torch.empty_like(x)
-    rows = x.shape[0] * hop.size if hop.kind == "all_gather" else x.shape[0] // hop.size
-    return x.new_empty((rows, *x.shape[1:]))
+def _shape(hop: ops.Hop, sent: Sequence[int]) -> tuple[int, ...]:
+    """Of what a hop brings for a value of a shape."""
+    rows, *row = sent
+    if hop.kind == "all_gather":
+        rows *= hop.size
+    elif hop.kind == "reduce_scatter":
+        rows //= hop.size
+    return (rows, *row)
 
 
 def _all_gather(group: Any, out: torch.Tensor, x: torch.Tensor) -> Any:
@@ -171,5 +208,8 @@ _BY_MESSAGES = {
 
 def issue(kind: str, group: Any, out: torch.Tensor, x: torch.Tensor) -> Any:
     """A collective on a group, whose result is in `out` when what this returns was waited for."""
-    by_messages = kind in _BY_MESSAGES and not x.is_cuda and _torch.is_gloo(group)
-    return (_BY_MESSAGES if by_messages else _ISSUE)[kind](group, out, x)
+    return (_BY_MESSAGES if _go_by_messages(kind, group, x) else _ISSUE)[kind](group, out, x)
+
+
+def _go_by_messages(kind: str, group: Any, x: torch.Tensor) -> bool:
+    return kind in _BY_MESSAGES and not x.is_cuda and _torch.is_gloo(group)

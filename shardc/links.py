@@ -42,11 +42,16 @@ class Link:
     launch_us: float = 0.0
     """for which compute stands still while a collective is issued and, when it is over, waited for (LogP's overhead,
     Culler et al., 1993); 0 where compute does not wait for the thread that does so, as on a GPU"""
-    launch_us_per_mb: float = 0.0
-    """the same for each 1e6 bytes that a rank sends, as they are copied, sent and summed on cores that compute"""
+    gather_us_per_mb: float = 0.0
+    """the same for each 1e6 bytes that a rank sends in a gather, as they are copied and sent on cores that compute"""
+    reduce_us_per_mb: float = 0.0
+    """and in other collectives, whose bytes are summed there, too"""
+    near: bool = False
+    """ranks share memory, and what they gather is there once for all of them (`shardc.arena`)"""
 
     def __post_init__(self) -> None:
-        if not (self.gb_per_s > 0 and self.latency_us >= 0 and self.launch_us >= 0 and self.launch_us_per_mb >= 0):
+        overheads = (self.latency_us, self.launch_us, self.gather_us_per_mb, self.reduce_us_per_mb)
+        if not self.gb_per_s > 0 or min(overheads) < 0:
             raise Error(f"a link of {self.gb_per_s} GB/s with {self.latency_us} us cannot be", fix="Link(50.0, 10.0)")
         _check(self.tables)
 
@@ -71,9 +76,10 @@ class Link:
             return min(us / size * sent_bytes, _interpolated(self.tables[kind], sent_bytes))
         return sent_bytes / self.gb_per_s / 1e3
 
-    def overhead_us(self, sent_bytes: float) -> float:
+    def overhead_us(self, kind: str, sent_bytes: float) -> float:
         """What a collective in which each rank sends so many bytes takes of compute."""
-        return self.launch_us + self.launch_us_per_mb * sent_bytes / 1e6
+        us_per_mb = self.gather_us_per_mb if kind == "all_gather" else self.reduce_us_per_mb
+        return self.launch_us + us_per_mb * sent_bytes / 1e6
 
     def to_dict(self) -> dict[str, Any]:
         saved: dict[str, Any] = {"gb_per_s": self.gb_per_s, "latency_us": self.latency_us}
@@ -85,7 +91,7 @@ class Link:
         return cls(float(saved["gb_per_s"]), float(saved["latency_us"]), _read(saved), **more)
 
 
-_MORE = ("lane", "trees", "launch_us", "launch_us_per_mb")
+_MORE = ("lane", "trees", "launch_us", "gather_us_per_mb", "reduce_us_per_mb", "near")
 """Of a link, what most have none of."""
 
 

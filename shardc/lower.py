@@ -308,9 +308,21 @@ class _Source:
 
     def start(self, node: fx.Node) -> str:
         hop, source = ops.hop(node), node.args[0]
-        lane = self.constant(self.lowering.lanes[hop.axis], f"lane_{hop.axis.replace('+', '_')}")
-        in_place = hop.kind == "all_reduce" and ops.is_start(source) and len(source.users) == 1
-        return f"{lane}.start({self.constant(hop, hop.purpose)}, {source.name}{', in_place=True' * in_place})"
+        how = ""
+        if hop.kind == "all_reduce" and ops.is_start(source) and len(source.users) == 1:
+            how = ", in_place=True"
+        elif hop.kind == "all_gather" and _is_for_a_gather(node):
+            (onward,) = node.users
+            how = f", into=({self.lane(onward)}, {self.hop(onward)})"
+        return f"{self.lane(node)}.start({self.hop(node)}, {source.name}{how})"
+
+    def lane(self, start: fx.Node) -> str:
+        axis = ops.hop(start).axis
+        return self.constant(self.lowering.lanes[axis], f"lane_{axis.replace('+', '_')}")
+
+    def hop(self, start: fx.Node) -> str:
+        hop = ops.hop(start)
+        return self.constant(hop, hop.purpose)
 
     def constant(self, value: Any, name: str) -> str:
         """A global that holds a value; the same value has the same name."""
@@ -319,6 +331,12 @@ class _Source:
             if candidate not in self.locals and self.globals.setdefault(candidate, value) is value:
                 return candidate
         raise AssertionError
+
+
+def _is_for_a_gather(start: fx.Node) -> bool:
+    """Nothing but a gather takes what a hop brings."""
+    (user, *others) = start.users
+    return not others and ops.is_start(user) and ops.hop(user).kind == "all_gather"
 
 
 def _head(body: Sequence[fx.Node], later: Collection[str]) -> int:

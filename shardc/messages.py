@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -57,12 +58,35 @@ class Messages:
             self.then.pop()()
 
 
+def in_arena(group: Any, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor | None:
+    """Room for what the next gather brings, which ranks that are all near have in common. Others have no such room."""
+    arena = near(group).arena
+    return arena.room(shape, like.dtype) if arena and prod(shape) else None
+
+
 def all_gather(group: Any, out: torch.Tensor, x: torch.Tensor) -> Messages:
-    """`out` holds what all ranks have as `x`, by rank."""
-    places, rank = out.chunk(group.size()), group.rank()
+    """`out` holds what all ranks have as `x`, by rank; it may be there already."""
+    places, rank, arena = out.chunk(group.size()), group.rank(), near(group).arena
+    offset = arena.offset(out) if arena else None
+    if offset is not None:
+        return _all_gather_in_arena(group, offset, places, x)
     post = Post(group, [x] * len(places), places)
     places[rank].copy_(x)
     return Messages(group, post.works, post.deliver)
+
+
+def _all_gather_in_arena(group: Any, offset: int, places: Sequence[torch.Tensor], x: torch.Tensor) -> Messages:
+    beside, own = near(group), places[group.rank()]
+    letters = beside.expect(places)
+    if x.data_ptr() != own.data_ptr():
+        own.copy_(x)
+    beside.tell(offset)
+
+    def come() -> None:
+        for letter in letters.values():
+            letter.told(offset)
+
+    return Messages(group, [], come)
 
 
 def all_to_all(group: Any, out: torch.Tensor, x: torch.Tensor) -> Messages:

@@ -5,6 +5,8 @@ it, in pieces, by threads that have to wake up. Here the sender copies it into m
 waits for it reads it where it lies. A letter of two numbers, over a Unix socket, says that it is there, and in which
 room of that memory; letters keep their order, and who dies closes its sockets. A room is used again when all its
 readers have written into it that they have read it; nobody waits for one, for there is another as soon as none is free.
+Where all ranks of a group are near, what they gather lies in their arena (`shardc.arena`), and a letter only says that
+a part of it is there.
 
 Whom a Unix socket without a path reaches shares kernel and network with this rank, and that is what near means. Rooms
 have no names (`memfd_create`; the socket passes the descriptor on), so they are gone with the last process that has
@@ -26,14 +28,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shardc import _torch
+from shardc.arena import WASTE, Arena, pages
 
 CPU = torch.device("cpu")
 TAG = 0x5AD + 1
 """of what is said when ranks find each other"""
 LETTER = struct.Struct("qq")
-"""Which room of the sender, and how many values it has had in it."""
-WASTE = 2
-"""A room is as large as what it holds, or up to so many times as large."""
+"""Which room of the sender, and how many values it has had in it; or `IN_ARENA`, and where."""
+IN_ARENA = -1
 
 
 class Room:
@@ -42,7 +44,7 @@ class Room:
     def __init__(self, fd: int, ranks: int, readers: Sequence[int] = ()):
         self.memory = mmap.mmap(fd, 0)
         self.read = memoryview(self.memory).cast("q")
-        self.offset = _pages(8 * ranks)
+        self.offset = pages(8 * ranks)
         self.bytes = len(self.memory) - self.offset
         self.readers = readers
         self.value = 0
@@ -94,16 +96,15 @@ class Peer:
         self.expected += 1
         return self.expected
 
-    def take(self, place: int) -> tuple[Room, int]:
-        """Waits for a letter; returns the room, and the number of the value. One thread reads the socket, for all."""
+    def take(self, place: int) -> tuple[int, int]:
+        """Waits for a letter, and returns it. One thread reads the socket, for all."""
         with self.changed:
             while place not in self.letters:
                 if self.is_read:
                     self.changed.wait()
                 else:
                     self._next()
-            room, value = self.letters.pop(place)
-            return self.rooms[room], value
+            return self.letters.pop(place)
 
     def _next(self) -> None:
         self.is_read = True
@@ -137,8 +138,15 @@ class Peer:
 class Near:
     """What a rank shares with those of its group that are near."""
 
-    def __init__(self, rank: int, ranks: int, connections: Mapping[int, socket.socket], timeout_s: float):
-        self.rank, self.ranks = rank, ranks
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        connections: Mapping[int, socket.socket],
+        timeout_s: float,
+        arena: Arena | None = None,
+    ):
+        self.rank, self.ranks, self.arena = rank, ranks, arena
         self.rooms: list[Room] = []
         self.lock = threading.RLock()
         """for rooms: a lane may end on any thread, and in the middle of what this one does"""
@@ -167,12 +175,19 @@ class Near:
     def _more(self, size_bytes: int, readers: Sequence[int]) -> int:
         """One room more, and its descriptor."""
         fd = os.memfd_create("shardc")
-        os.ftruncate(fd, _pages(8 * self.ranks) + _pages(size_bytes))
+        os.ftruncate(fd, pages(8 * self.ranks) + pages(size_bytes))
         self.rooms.append(Room(fd, self.ranks, readers))
         return fd
 
+    def tell(self, offset: int) -> None:
+        """All: what this rank has of a gather is in the arena."""
+        for peer in self.peers.values():
+            peer.send(IN_ARENA, offset, None)
+
     def give_back(self) -> None:
-        """The memory of rooms that nobody has yet to read."""
+        """The memory of rooms that nobody has yet to read, and of what nobody holds in the arena."""
+        if self.arena:
+            self.arena.give_back()
         with self.lock:
             for room in self.rooms:
                 if room.is_filled and room.is_free:
@@ -184,7 +199,7 @@ class Near:
 
 
 def _fits(room: Room, x: torch.Tensor, readers: Sequence[int]) -> bool:
-    return x.nbytes <= room.bytes <= WASTE * _pages(x.nbytes) and room.readers == readers and room.is_free
+    return x.nbytes <= room.bytes <= WASTE * pages(x.nbytes) and room.readers == readers and room.is_free
 
 
 class Letter:
@@ -196,8 +211,16 @@ class Letter:
 
     def open(self) -> torch.Tensor:
         """Waits for the value, and returns it where it lies: not to be used after `close`."""
-        self.room, self.value = self.peer.take(self.place)
+        number, self.value = self.peer.take(self.place)
+        self.room = self.peer.rooms[number]
         return self.room.like(self.like)
+
+    def told(self, offset: int) -> None:
+        """Waits until the other rank's part of a gather is in the arena. Raises `RuntimeError` where it was about to do
+        something else."""
+        found = self.peer.take(self.place)
+        if found != (IN_ARENA, offset):
+            raise RuntimeError(f"Rank {self.peer.rank} of the group is at another collective: {found}")
 
     def close(self) -> None:
         """It was read."""
@@ -213,7 +236,8 @@ def near(group: Any) -> Near:
     if found is None:
         timeout_s = _torch.timeout_of(group, CPU).total_seconds()
         connections = _connections(group, timeout_s)
-        found = _NEAR[group] = Near(group.rank(), group.size(), connections, timeout_s)
+        arena = _arena(group.rank(), connections) if len(connections) == group.size() - 1 else None
+        found = _NEAR[group] = Near(group.rank(), group.size(), connections, timeout_s, arena)
     return found
 
 
@@ -225,8 +249,14 @@ def give_back(group: str | None = None) -> None:
 
 
 def held_bytes() -> int:
-    """In all rooms that this process has filled."""
-    return sum(room.bytes for it in _NEAR.values() for room in it.rooms if room.is_filled)
+    """In all rooms that this process has filled, and its share of arenas."""
+    rooms = sum(room.bytes for it in _NEAR.values() for room in it.rooms if room.is_filled)
+    return rooms + sum(it.arena.held_bytes // it.ranks for it in _NEAR.values() if it.arena)
+
+
+def is_shared(x: torch.Tensor) -> bool:
+    """Whether it lies in an arena, so that it is there once for several ranks."""
+    return any(it.arena.offset(x) is not None for it in _NEAR.values() if it.arena)
 
 
 # How ranks find each other
@@ -278,6 +308,20 @@ def _answer(door: socket.socket, secret: int, count: int, timeout_s: float) -> d
     return found
 
 
+def _arena(rank: int, connections: Mapping[int, socket.socket]) -> Arena:
+    """That the first rank makes, of a group whose ranks are all near."""
+    if rank == 0:
+        fd = Arena.made(len(connections) + 1)
+        for connection in connections.values():
+            socket.send_fds(connection, [b"arena"], [fd])
+    else:
+        _, fds, _, _ = socket.recv_fds(connections[0], len(b"arena"), 1)
+        fd = fds[0]
+    arena = Arena(fd, rank, len(connections) + 1)
+    os.close(fd)
+    return arena
+
+
 def _exchanged(group: Any, numbers: dict[int, list[int]]) -> dict[int, list[int]]:
     """To each rank its numbers, and from each other one what it has for this one."""
     others = [rank for rank in numbers if rank != group.rank()]
@@ -288,7 +332,3 @@ def _exchanged(group: Any, numbers: dict[int, list[int]]) -> dict[int, list[int]
     for work in works:
         work.wait(_torch.timeout_of(group, CPU))
     return {rank: it.tolist() for rank, it in found.items()}
-
-
-def _pages(size_bytes: int) -> int:
-    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -254,12 +254,15 @@ class RecordedLane(Lane):
         super().__init__(lane.group)
         self.lane, self.record = lane, record
 
-    def start(self, hop: ops.Hop, source: Any, *, in_place: bool = False) -> Any:
+    def start(
+        self, hop: ops.Hop, source: Any, *, in_place: bool = False, into: tuple[Lane, ops.Hop] | None = None
+    ) -> Any:
         """What it returns is for `wait` and for `start`, as what a lane returns."""
         relayed = source if isinstance(source, _Recorded) else None
         with record_function(str(hop)):
             flight = Flight(hop, relayed.flight if relayed else None, self.record.timer.now())
-            flying = self.lane.start(hop, relayed.flying if relayed else source, in_place=in_place)
+            taken = relayed.flying if relayed else source
+            flying = self.lane.start(hop, taken, in_place=in_place, into=into)
         flight.come = self.record.timer.come(hop.axis, flying)
         self.record.calls[-1].flights.append(flight)
         return _Recorded(flying, flight, self.record.timer)

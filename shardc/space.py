@@ -195,7 +195,7 @@ class Space:
         """All-gathers of a kind of parameters, once."""
         return tuple(
             self._us(axis, "all_gather", share * self._climbing_bytes(kind, i, high, optim, wire))
-            for i, (axis, share) in enumerate(self._shares(low, high).items())
+            for i, (axis, share) in enumerate(self._gathered_shares(low, high).items())
         )
 
     def _shares(self, low: int, high: int) -> dict[str, float]:
@@ -203,6 +203,11 @@ class Space:
         return {
             axis: 1 / min(max(low, start), end) - 1 / min(max(high, start), end) for axis, start, end in self.ranges
         }
+
+    def _gathered_shares(self, low: int, high: int) -> dict[str, float]:
+        """Without what an outer hop receives into memory that ranks share."""
+        arrives = {axis for axis, _, end in self.ranges if end < high and self.topology.is_near(axis)}
+        return {axis: 0.0 if axis in arrives else share for axis, share in self._shares(low, high).items()}
 
     def _climbing_bytes(self, kind: str, i: int, high: int, optim: int, wire: tuple[str, int]) -> float:
         """Of all parameters of a kind in full. What an outer axis has quantized stays so on inner ones."""
@@ -309,7 +314,9 @@ class Space:
         hops = [self.topology.link(axis) for low, high in call.between for axis, *_ in self._hops(row, low, high)]
         links = [self.topology.link(axis) for axis, *_ in self.ranges]
         sent_mb = [us / link.sent_us("all_gather", 1e6) for us, link in zip(call.lanes_us, links, strict=True)]
-        sending_us = sum(mb * link.launch_us_per_mb for mb, link in zip(sent_mb, links, strict=True))
+        sending_us = sum(
+            mb * (link.gather_us_per_mb + link.reduce_us_per_mb) / 2 for mb, link in zip(sent_mb, links, strict=True)
+        )
         return self.facts.chains * sum(link.launch_us for link in hops) + sending_us
 
     def _copies_us(self, row: Factors) -> float:

@@ -35,7 +35,22 @@ def times_us(graph: fx.Graph, topology: Topology) -> Times:
 def hop_us(start: fx.Node, topology: Topology) -> float:
     """Of a hop, as long as `collective_us` says."""
     hop = ops.hop(start)
-    return collective_us(topology, hop.kind, hop.axis, ops.moved_bytes(start), hop.size)
+    return collective_us(topology, hop.kind, hop.axis, _moved_bytes(start, topology), hop.size)
+
+
+def _moved_bytes(start: fx.Node, topology: Topology) -> float:
+    """By a hop. What a hop before has received into memory that ranks share is moved no further."""
+    return 1 if arrives_in_arena(start.args[0], topology) else ops.moved_bytes(start)
+
+
+def arrives_in_arena(value: fx.Node, topology: Topology) -> bool:
+    """Whether what a gather brings (its start, or its wait) is a part of what another one brings to ranks that are
+    near, and nothing else: it arrives there at once."""
+    start = value.args[0] if ops.is_wait(value) else value
+    if start.target is not ops.all_gather or len(value.users) != 1:
+        return False
+    (user,) = value.users
+    return user.target is ops.all_gather and topology.is_near(ops.hop(user).axis)
 
 
 def collective_us(topology: Topology, kind: str, axis: str, sent_bytes: float, size: int) -> float:
@@ -87,7 +102,7 @@ def is_faster_flat(topology: Topology, kind: str, sizes: Mapping[str, int], full
 def sent_us(start: fx.Node, topology: Topology) -> float:
     """Of a hop, the part that is bandwidth: as much of a larger one as it is of that one's bytes."""
     hop = ops.hop(start)
-    return bandwidth_us(topology, hop.kind, hop.axis, ops.moved_bytes(start))
+    return bandwidth_us(topology, hop.kind, hop.axis, _moved_bytes(start, topology))
 
 
 def bandwidth_us(topology: Topology, kind: str, axis: str, sent_bytes: float) -> float:
@@ -98,7 +113,8 @@ def bandwidth_us(topology: Topology, kind: str, axis: str, sent_bytes: float) ->
 
 def overhead_us(start: fx.Node, topology: Topology) -> float:
     """What a hop takes of compute."""
-    return max(link.overhead_us(ops.moved_bytes(start)) for link in _links(topology, ops.hop(start).axis))
+    hop, moved_bytes = ops.hop(start), _moved_bytes(start, topology)
+    return max(link.overhead_us(hop.kind, moved_bytes) for link in _links(topology, hop.axis))
 
 
 def launch_us(start: fx.Node, topology: Topology) -> float:
@@ -250,7 +266,10 @@ def is_fused(node: fx.Node) -> bool:
 
 
 def _itemsize(node: fx.Node) -> int:
+    """Of what it makes, or of the first of several values."""
     value = node.meta.get("val")
+    if isinstance(value, list | tuple) and value:
+        value = value[0]
     return value.element_size() if isinstance(value, torch.Tensor) else 4
 
 

@@ -95,6 +95,12 @@ class Topology:
         self._check_links()
         return dict(self.links)[axis]
 
+    def is_near(self, axis: str) -> bool:
+        """Whether it is known that ranks along an axis, or several ("gpu+node"), share memory."""
+        if axis in (flat := dict(self.flat)):
+            return flat[axis].near
+        return all(name in (links := dict(self.links)) and links[name].near for name in axis.split("+"))
+
     def lanes(self, axis: str) -> tuple[str, ...]:
         """What a collective over an axis, or a flat one over several ("gpu+node"), holds while it runs: each axis, but
         for the parts of one that was split, which share its link."""

@@ -153,24 +153,30 @@ def test_nothing_is_sent_to_one_who_has_gone() -> None:
 
 
 def by_shared_memory() -> tuple[list[int], int]:
-    """Whom a rank is near, and how many rooms it has made for gathers that come one after the other. They are empty
-    when the lane is gone."""
-    lane = Lane(dist.group.WORLD.group_name)
+    """Whom a rank is near, and how many rooms it has made for exchanges that come one after the other; gathers have
+    one block in common. They are empty when the lane is gone."""
+    lane, rank, ranks = Lane(dist.group.WORLD.group_name), dist.get_rank(), dist.get_world_size()
     for i in range(10):
-        x = numbered(dist.get_rank(), 50 + i % 2, torch.float32)
-        found = started(lane, "all_gather", x).wait()
-        assert found.equal(torch.cat([numbered(r, 50 + i % 2, torch.float32) for r in range(dist.get_world_size())]))
+        parts = [numbered(r, 50 + i % 2, torch.float32) for r in range(ranks)]
+        assert started(lane, "all_gather", parts[rank]).wait().equal(torch.cat(parts))
+        pieces = [numbered(r, ranks * (50 + i % 2), torch.float32).chunk(ranks) for r in range(ranks)]
+        exchanged = started(lane, "all_to_all", torch.cat(pieces[rank])).wait()
+        assert exchanged.equal(torch.cat([it[rank] for it in pieces]))
         dist.barrier()
     beside = near(dist.group.WORLD)
-    assert near_module.held_bytes() >= x.nbytes
+    assert beside.arena is not None
+    assert beside.arena.held_bytes >= ranks * parts[0].nbytes
+    assert near_module.held_bytes() >= sum(room.bytes for room in beside.rooms)
+    dist.barrier()
     del lane
     gc.collect()
+    dist.barrier()
     assert near_module.held_bytes() == 0
     return sorted(beside.peers), len(beside.rooms)
 
 
 def test_ranks_of_one_host_are_near_each_other() -> None:
-    assert run(by_shared_memory, 3, timeout_s=60) == [([1, 2], 1), ([0, 2], 1), ([0, 1], 1)]
+    assert run(by_shared_memory, 3, timeout_s=60) == [([1, 2], 2), ([0, 2], 2), ([0, 1], 2)]
 
 
 def some_on_another_host() -> list[int]:

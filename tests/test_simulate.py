@@ -19,7 +19,7 @@ import shardc
 from passes import ops
 from passes.errors import Error
 from passes.parse import parse
-from shardc.footprint import ROOMS, footprint
+from shardc.footprint import GATHERED, ROOMS, footprint
 from shardc.links import Device, Link
 from shardc.program import Program
 from shardc.simulate import Clock, simulate
@@ -187,6 +187,21 @@ def test_what_is_on_its_way_has_room_that_is_kept() -> None:
     assert layer <= rooms <= 3 * layer
     assert sent.peak.bytes == plain.peak.bytes + rooms
     assert sent.end_bytes == plain.end_bytes + rooms
+
+
+def test_what_ranks_of_one_host_gather_is_there_once_for_all_of_them() -> None:
+    links = {"node": Link(1.0, 1.0), "gpu": Link(1.0, 1.0)}
+    near = {axis: replace(link, near=True) for axis, link in links.items()}
+
+    def gathered_bytes(links: dict[str, Link]) -> tuple[int, int]:
+        topology = shardc.Topology(node=2, gpu=2).with_links(TOPOLOGY.computes, **links)
+        program = replace(shardc.trace(Blocks(), shardc.Plan.zero3(topology), torch.ones(4, 64)), library="gloo")
+        peak = footprint(program, [(variant, program.graph(variant)) for variant in program.step()]).peak
+        return peak.by_kind[GATHERED], peak.by_kind[ROOMS]
+
+    (apart, sent), (shared, scattered) = gathered_bytes(links), gathered_bytes(near)
+    assert 0 < shared <= 0.5 * apart
+    assert 0 < scattered <= sent
 
 
 class Deep(nn.Module):

@@ -14,7 +14,7 @@ from passes import ops
 from passes.parse import parse
 from shardc.gauge import Block
 from shardc.links import MACHINES, Device, Link
-from shardc.times import busy_us, collective_us, hop_us, times_us
+from shardc.times import busy_us, collective_us, hop_us, overhead_us, times_us
 from shardc.topology import Topology
 
 DEVICE = Device("even", tflops=1.0, memory_gb_per_s=1.0, memory_gb=1.0, efficiency=1.0, slower_fp32=2.0)
@@ -240,7 +240,7 @@ def test_where_launches_hold_up_compute_there_are_fewer(half: str, purpose: str)
 
 
 def test_a_wait_takes_of_compute_what_launching_its_hops_and_their_bytes_do() -> None:
-    links = {"node": Link(0.01, 1.0, launch_us=7.0, launch_us_per_mb=1e3), "gpu": Link(0.01, 1.0, launch_us=7.0)}
+    links = {"node": Link(0.01, 1.0, launch_us=7.0, gather_us_per_mb=1e3), "gpu": Link(0.01, 1.0, launch_us=7.0)}
     topology = Topology(node=2, gpu=2).with_links(DEVICE, **links)
     program = shardc.trace(nn.Linear(64, 64, bias=False), shardc.Plan.zero3(topology), torch.zeros(4, 64))
     launches = {node: us for node, us in times_us(program.forward, topology).items() if ops.is_wait(node)}
@@ -249,6 +249,21 @@ def test_a_wait_takes_of_compute_what_launching_its_hops_and_their_bytes_do() ->
     sent_bytes = 64 * 64 * 4 / 4  # a quarter over the network
     assert sum(launches.values()) == pytest.approx(7.0 * len(hops) + 1e3 * sent_bytes / 1e6)
     assert all(busy == pytest.approx(0.0) for lane, busy in busy_us(launches, topology).items() if not lane)
+
+
+def test_what_arrives_where_it_is_gathered_takes_the_second_hop_no_bytes() -> None:
+    link = Link(0.01, 1e3, gather_us_per_mb=1e3)
+    model, x = nn.Linear(64, 64, bias=False), torch.zeros(4, 64)
+
+    def second_hop(near: bool) -> tuple[float, float]:
+        topology = Topology(node=2, gpu=2).with_links(DEVICE, node=link, gpu=replace(link, near=near))
+        program = shardc.trace(model, shardc.Plan.zero3(topology), x)
+        (hop,) = (node for node in ops.hops(program.forward, "gather") if ops.hop(node).axis == "gpu")
+        return hop_us(hop, topology), overhead_us(hop, topology)
+
+    half_bytes = 64 * 64 * 4 / 2
+    assert second_hop(near=False) == pytest.approx((1e3 + half_bytes / 10, 1e3 * half_bytes / 1e6))
+    assert second_hop(near=True) == pytest.approx((1e3, 0.0), abs=0.2)
 
 
 @pytest.mark.parametrize("gb_per_s", [0.001, 0.05, 1000.0])

@@ -29,7 +29,7 @@ import shardc
 from passes import ops
 from passes.order import Orders
 from shardc.cost import crossing, step_bytes
-from shardc.near import held_bytes
+from shardc.near import held_bytes, is_shared
 from shardc.predict import predicted
 from shardc.program import Program, Variant
 
@@ -202,8 +202,9 @@ def mean(losses: list[torch.Tensor]) -> list[float]:
 
 def peak_bytes(loop: Loop) -> int:
     """The most of a few steps on this rank, with the tensors that live between them (DDP's buckets are such, too) and
-    the memory that ranks share."""
-    return max(grown(loop.step) for _ in range(PEAK_STEPS)) + storages(tensors()) + held_bytes()
+    this rank's share of the memory that ranks have in common."""
+    own = (x for x in tensors() if not is_shared(x))
+    return max(grown(loop.step) for _ in range(PEAK_STEPS)) + storages(own) + held_bytes()
 
 
 def tensors() -> Iterator[torch.Tensor]:
