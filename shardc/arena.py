@@ -72,12 +72,12 @@ class Arena:
         """For what the next gather brings, of at least one byte. Raises `RuntimeError` where all memory is used up."""
         size_bytes = prod(shape) * dtype.itemsize
         with self.lock:
-            self.gathers += 1
-            block = self._found(self.gathers)
+            self.gathers = gather = self.gathers + 1
+            block = self._found(gather)
             if block is None:
-                block = self._decided(self.gathers, size_bytes)
+                block = self._decided(gather, size_bytes)
         memory = (ctypes.c_char * size_bytes).from_buffer(self.memory, self.offsets[block])
-        weakref.finalize(memory, _give_up, self.own, block, self.gathers).atexit = False
+        weakref.finalize(memory, _give_up, self.own, block, gather, os.getpid()).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=prod(shape)).view(shape)
 
     def offset(self, x: torch.Tensor) -> int | None:
@@ -145,8 +145,10 @@ class Arena:
                     fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
-def _give_up(own: Any, block: int, gather: int) -> None:
-    own[block] = gather
+def _give_up(own: Any, block: int, gather: int, pid: int) -> None:
+    """A process that was forked off has tensors of its parent, but gives nothing up for it."""
+    if os.getpid() == pid:
+        own[block] = gather
 
 
 def _table_bytes(ranks: int) -> int:

@@ -167,12 +167,11 @@ def _issue_all(queue: SimpleQueue[Flying], group: str) -> None:
 
 def _shape(hop: ops.Hop, sent: Sequence[int]) -> tuple[int, ...]:
     """Of what a hop brings for a value of a shape."""
-    rows, *row = sent
     if hop.kind == "all_gather":
-        rows *= hop.size
-    elif hop.kind == "reduce_scatter":
-        rows //= hop.size
-    return (rows, *row)
+        return (sent[0] * hop.size, *sent[1:])
+    if hop.kind == "reduce_scatter":
+        return (sent[0] // hop.size, *sent[1:])
+    return tuple(sent)
 
 
 def _all_gather(group: Any, out: torch.Tensor, x: torch.Tensor) -> Any:

@@ -107,14 +107,20 @@ def reduce_scatter(group: Any, out: torch.Tensor, x: torch.Tensor) -> Messages:
 
 def _sum(post: Post, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     parts = [post.letters[rank].open() if rank in post.letters else part for rank, part in enumerate(parts)]
+    torch.add(_exact_sum(parts[:-1], out), parts[-1], out=out)  # rounds once
+    for letter in post.letters.values():
+        letter.close()
+
+
+def _exact_sum(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """In float32 at least, in place of what it may write into. Of one part nothing is copied."""
+    if len(parts) == 1:
+        return parts[0]
     exact = torch.promote_types(out.dtype, torch.float32)
     total = torch.add(parts[0].to(exact), parts[1], out=out if out.dtype == exact else None)
     for part in parts[2:]:
         total += part
-    if total is not out:
-        out.copy_(total)
-    for letter in post.letters.values():
-        letter.close()
+    return total
 
 
 class Post:

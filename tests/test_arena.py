@@ -56,6 +56,19 @@ def test_room_is_used_again_when_all_have_given_it_up_and_not_before() -> None:
     assert a.offset(a.room((4, 8), F32)) == where
 
 
+def test_a_process_that_is_forked_off_gives_nothing_up() -> None:
+    a, b = pair()
+    found, other = a.room((4, 8), F32), b.room((4, 8), F32)
+    where = a.offset(found)
+    child = os.fork()
+    if child == 0:
+        del found, other
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert a.offset(a.room((4, 8), F32)) != where
+    assert found.equal(other)
+
+
 def test_what_one_rank_has_yet_to_ask_for_is_not_taken_by_another() -> None:
     a, b = pair()
     where = a.offset(a.room((4, 8), F32))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from functools import reduce
+from operator import add
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -60,12 +63,13 @@ def summed() -> bool:
     for values, it in zip(given, flying, strict=True):
         exact = torch.promote_types(values[0].dtype, torch.float32)
         mine = [value.chunk(ranks)[rank].to(exact) for value in values]
-        assert it.wait().equal(((mine[0] + mine[1]) + mine[2]).to(values[0].dtype))
+        assert it.wait().equal(reduce(add, mine).to(values[0].dtype))
     return True
 
 
-def test_what_is_scattered_is_summed_where_it_arrives() -> None:
-    assert all(run(summed, 3, timeout_s=60))
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_is_scattered_is_summed_where_it_arrives(ranks: int) -> None:
+    assert all(run(summed, ranks, timeout_s=60))
 
 
 def waited_for_by_several() -> bool:
