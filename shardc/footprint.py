@@ -8,7 +8,7 @@ but for values that Inductor fuses into the one op that uses them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -37,6 +37,7 @@ GRADIENTS = "gradients"
 ACTIVATIONS = "activations"
 RESIDUALS = "residuals of wires"
 ROOMS = "what is on its way to and from other ranks"
+ARENA = "what ranks of a host have gathered in common"
 
 REMEDIES = {
     MASTER: "shard `optim` over more axes",
@@ -46,6 +47,7 @@ REMEDIES = {
     GATHERED: "break the block that needs so many parameters at once into smaller ones",
     RESIDUALS: "leave `error_feedback`",
     ROOMS: "give the plan a `memory_limit`, so that fewer hops are in flight at once",
+    ARENA: "shard `params` over more axes, or give the plan a `memory_limit`, so that less is gathered ahead",
     ACTIVATIONS: "take a smaller batch, or checkpoint blocks (torch.utils.checkpoint)",
 }
 
@@ -107,16 +109,20 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
     residuals_bytes = _residuals_bytes(program)
     shared = program.topology if program.library in BY_MESSAGES else None
     rooms_bytes = _rooms_bytes([graph for _, graph in calls], shared) if shared else 0
+    arena_bytes = _arena_bytes([graph for _, graph in calls], shared) if shared else 0
     saved = _Saved()
     for variant, graph in calls:
         given_up = saved.given_up(graph) if variant.half == "backward" else set()
+        elsewhere = in_arena(graph, shared, saved.arena) if shared else {}
         living = [
-            _on_this_rank(life, shared) for life in lives(graph, given_up) if life.node in given_up or _is_made(life)
+            replace(life, bytes=0) if life.node in elsewhere else life
+            for life in lives(graph, given_up)
+            if life.node in given_up or _is_made(life)
         ]
         kept = Counter({MASTER: found.rest_bytes, COPIES: copies_bytes, ACTIVATIONS: inputs_bytes})
         kept[GRADIENTS] = 0 if variant.accumulated else gradient_bytes
         kept[RESIDUALS] = residuals_bytes - _taken_bytes(graph)
-        kept[ROOMS] = rooms_bytes
+        kept[ROOMS], kept[ARENA] = rooms_bytes, arena_bytes
         levels = [kept.total() + level for level in levels_of(living, len(graph.nodes))]
         found.levels.append(levels)
         kinds = _kinds(graph, variant, saved)
@@ -129,8 +135,8 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
         else:
             _, taken, copies = (*outputs(graph), {})[:3]
             copies_bytes = _bytes_of(living, copies.values()) or copies_bytes
-            saved = _Saved.of(taken, living, set(copies.values()), kinds)
-    found.end_bytes = found.rest_bytes + copies_bytes + gradient_bytes + residuals_bytes + rooms_bytes
+            saved = _Saved.of(taken, living, set(copies.values()), kinds, elsewhere)
+    found.end_bytes = found.rest_bytes + copies_bytes + gradient_bytes + residuals_bytes + rooms_bytes + arena_bytes
     return found
 
 
@@ -142,14 +148,23 @@ class _Saved:
     """inputs of the forward, and copies that are kept: they live anyway"""
     shards: frozenset[int] = frozenset()
     """parts of parameters"""
+    arena: Mapping[int, int] = field(default_factory=dict)
+    """those that lie in an arena, and how many ranks have them in common"""
 
     @classmethod
     def of(
-        cls, taken: Sequence[object], living: Iterable[Life], copies: Collection[fx.Node], kinds: dict[fx.Node, str]
+        cls,
+        taken: Sequence[object],
+        living: Iterable[Life],
+        copies: Collection[fx.Node],
+        kinds: dict[fx.Node, str],
+        elsewhere: Mapping[fx.Node, int],
     ) -> _Saved:
         made = {node for life in living if life.values.isdisjoint(copies) for node in life.values}
         held = frozenset(i for i, node in enumerate(taken) if node not in made)
-        return cls(held, frozenset(i for i, node in enumerate(taken) if kinds.get(node) == GATHERED))
+        shards = frozenset(i for i, node in enumerate(taken) if kinds.get(node) == GATHERED)
+        ranks = {node: elsewhere[life.node] for life in living if life.node in elsewhere for node in life.values}
+        return cls(held, shards, {i: ranks[node] for i, node in enumerate(taken) if node in ranks})
 
     def given_up(self, graph: fx.Graph) -> set[fx.Node]:
         """Placeholders of a backward that nobody else holds."""
@@ -227,15 +242,38 @@ def _inputs_bytes(program: Program) -> int:
     return sum(life.bytes for life in lives(program.halves[0]) if life.node in own)
 
 
-def _on_this_rank(life: Life, shared: Topology | None) -> Life:
-    """Of what ranks that are near have gathered, a rank's share; what arrives there is a part of it."""
-    if shared and life.node.target is ops.all_gather:
-        hop = ops.hop(life.node)
-        if arrives_in_arena(life.node, shared):
-            return replace(life, bytes=0)
-        if shared.is_near(hop.axis):
-            return replace(life, bytes=life.bytes // hop.size)
-    return life
+def in_arena(graph: fx.Graph, shared: Topology, given: Mapping[int, int]) -> dict[fx.Node, int]:
+    """Of values in memory that ranks have in common, by how many, the node that makes them, or a placeholder. What
+    arrives in a part of one takes nothing more: 0."""
+    found = {node: given[i] for i, node in enumerate(placeholders(graph).values()) if i in given}
+    for start in ops.hops(graph):
+        hop = ops.hop(start)
+        if hop.kind == "all_gather" and shared.is_near(hop.axis):
+            found[start] = hop.size
+        elif arrives_in_arena(start, shared):
+            found[start] = 0
+    return found
+
+
+def _arena_bytes(graphs: Sequence[fx.Graph], shared: Topology) -> int:
+    """A rank's share of the most that is there at once. It is kept, for the next that is gathered."""
+    most = copies_bytes = 0
+    given: dict[int, int] = {}
+    for graph in graphs:
+        ranks = in_arena(graph, shared, given)
+        there = [
+            replace(life, bytes=life.bytes // ranks[life.node]) for life in lives(graph, ranks) if ranks.get(life.node)
+        ]
+        most = max(most, copies_bytes + max(levels_of(there, len(graph.nodes))))
+        given = {}
+        if isinstance(outputs(graph), tuple):
+            _, taken, copies = (*outputs(graph), {})[:3]
+            kept = set(copies.values())
+            if kept:
+                copies_bytes = _bytes_of(there, kept)
+            of = {node: ranks[life.node] for life in there if life.values.isdisjoint(kept) for node in life.values}
+            given = {i: of[node] for i, node in enumerate(taken) if node in of}
+    return most
 
 
 def _rooms_bytes(graphs: Iterable[fx.Graph], shared: Topology) -> int:

@@ -19,7 +19,7 @@ import shardc
 from passes import ops
 from passes.errors import Error
 from passes.parse import parse
-from shardc.footprint import GATHERED, ROOMS, footprint
+from shardc.footprint import ARENA, GATHERED, ROOMS, footprint
 from shardc.links import Device, Link
 from shardc.program import Program
 from shardc.simulate import Clock, simulate
@@ -193,15 +193,16 @@ def test_what_ranks_of_one_host_gather_is_there_once_for_all_of_them() -> None:
     links = {"node": Link(1.0, 1.0), "gpu": Link(1.0, 1.0)}
     near = {axis: replace(link, near=True) for axis, link in links.items()}
 
-    def gathered_bytes(links: dict[str, Link]) -> tuple[int, int]:
+    def gathered_bytes(links: dict[str, Link]) -> tuple[int, int, int]:
         topology = shardc.Topology(node=2, gpu=2).with_links(TOPOLOGY.computes, **links)
         program = replace(shardc.trace(Blocks(), shardc.Plan.zero3(topology), torch.ones(4, 64)), library="gloo")
         peak = footprint(program, [(variant, program.graph(variant)) for variant in program.step()]).peak
-        return peak.by_kind[GATHERED], peak.by_kind[ROOMS]
+        return tuple(peak.by_kind.get(kind, 0) for kind in (GATHERED, ARENA, ROOMS))  # type: ignore[return-value]
 
-    (apart, sent), (shared, scattered) = gathered_bytes(links), gathered_bytes(near)
-    assert 0 < shared <= 0.5 * apart
-    assert 0 < scattered <= sent
+    apart, nothing, sent = gathered_bytes(links)
+    still_apart, shared, scattered = gathered_bytes(near)
+    assert nothing == 0 < shared < apart
+    assert still_apart < apart and 0 < scattered <= sent
 
 
 class Deep(nn.Module):
