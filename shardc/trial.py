@@ -53,15 +53,16 @@ def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
 
 
 def _plans(topology: Topology) -> Iterator[Plan]:
-    """Those that are legal, and no two that are one by different names."""
+    """Those that are legal, and no two that shard alike, as where a mesh has one host."""
     seen = set()
     for make in PLANS:
         try:
             plan = make(topology)
         except Error:  # such as PaRO's on one axis
             continue
-        if plan.default not in seen:
-            seen.add(plan.default)
+        factors = tuple(topology.shared_by(rung) for rung in plan.default)
+        if factors not in seen:
+            seen.add(factors)
             yield plan
 
 
