@@ -113,12 +113,8 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
     saved = _Saved()
     for variant, graph in calls:
         given_up = saved.given_up(graph) if variant.half == "backward" else set()
-        elsewhere = in_arena(graph, shared, saved.arena) if shared else {}
-        living = [
-            replace(life, bytes=0) if life.node in elsewhere else life
-            for life in lives(graph, given_up)
-            if life.node in given_up or _is_made(life)
-        ]
+        elsewhere = _in_arena(graph, shared, saved.arena) if shared else {}
+        living = list(_living(graph, given_up, elsewhere))
         kept = Counter({MASTER: found.rest_bytes, COPIES: copies_bytes, ACTIVATIONS: inputs_bytes})
         kept[GRADIENTS] = 0 if variant.accumulated else gradient_bytes
         kept[RESIDUALS] = residuals_bytes - _taken_bytes(graph)
@@ -138,6 +134,15 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
             saved = _Saved.of(taken, living, set(copies.values()), kinds, elsewhere)
     found.end_bytes = found.rest_bytes + copies_bytes + gradient_bytes + residuals_bytes + rooms_bytes + arena_bytes
     return found
+
+
+def _living(graph: fx.Graph, given_up: Collection[fx.Node], elsewhere: Collection[fx.Node]) -> Iterator[Life]:
+    """What a call makes, or is given. What is in an arena is counted there."""
+    for life in lives(graph, given_up):
+        if life.node in elsewhere:
+            yield replace(life, bytes=0)
+        elif life.node in given_up or _is_made(life):
+            yield life
 
 
 @dataclass(frozen=True)
@@ -242,7 +247,7 @@ def _inputs_bytes(program: Program) -> int:
     return sum(life.bytes for life in lives(program.halves[0]) if life.node in own)
 
 
-def in_arena(graph: fx.Graph, shared: Topology, given: Mapping[int, int]) -> dict[fx.Node, int]:
+def _in_arena(graph: fx.Graph, shared: Topology, given: Mapping[int, int]) -> dict[fx.Node, int]:
     """Of values in memory that ranks have in common, by how many, the node that makes them, or a placeholder. What
     arrives in a part of one takes nothing more: 0."""
     found = {node: given[i] for i, node in enumerate(placeholders(graph).values()) if i in given}
@@ -260,7 +265,7 @@ def _arena_bytes(graphs: Sequence[fx.Graph], shared: Topology) -> int:
     most = copies_bytes = 0
     given: dict[int, int] = {}
     for graph in graphs:
-        ranks = in_arena(graph, shared, given)
+        ranks = _in_arena(graph, shared, given)
         there = [
             replace(life, bytes=life.bytes // ranks[life.node]) for life in lives(graph, ranks) if ranks.get(life.node)
         ]

@@ -87,6 +87,10 @@ class Link:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Link:
+        if unknown := saved.keys() - {"gb_per_s", "latency_us", "tables", *_MORE}:
+            raise Error(
+                f"a link has no {', '.join(sorted(unknown))}", fix="measure it again: python -m shardc calibrate"
+            )
         more = {name: saved[name] for name in _MORE if name in saved}
         return cls(float(saved["gb_per_s"]), float(saved["latency_us"]), _read(saved), **more)
 

@@ -97,9 +97,9 @@ class Topology:
 
     def is_near(self, axis: str) -> bool:
         """Whether it is known that ranks along an axis, or several ("gpu+node"), share memory."""
-        if axis in (flat := dict(self.flat)):
-            return flat[axis].near
-        return all(name in (links := dict(self.links)) and links[name].near for name in axis.split("+"))
+        flat = dict(self.flat).get(axis)
+        known = {name for name, link in self.links if link.near}
+        return flat.near if flat else known.issuperset(axis.split("+"))
 
     def lanes(self, axis: str) -> tuple[str, ...]:
         """What a collective over an axis, or a flat one over several ("gpu+node"), holds while it runs: each axis, but

@@ -321,3 +321,10 @@ def test_a_device_mesh_whose_ranks_are_not_row_major_is_refused_with_the_reason(
     job(8)
     text = message(Topology.from_mesh, DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("node", "gpu")))
     assert "not as 0 to 3 in row-major order: a topology finds a rank's place from its number" in text
+
+
+def test_links_that_were_measured_in_other_terms_are_measured_again() -> None:
+    saved = Link(1.0, 2.0, near=True, gather_us_per_mb=3.0).to_dict()
+    assert Link.from_dict(saved) == Link(1.0, 2.0, near=True, gather_us_per_mb=3.0)
+    with pytest.raises(Error, match=r"a link has no launch_us_per_mb(.|\n)*calibrate"):
+        Link.from_dict(saved | {"launch_us_per_mb": 3.0})
