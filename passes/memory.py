@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from passes import ops
+from passes.regions import is_view
 from passes.text import value_of
 
 
@@ -82,8 +83,12 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _made(node: fx.Node) -> list[torch.UntypedStorage]:
-    """The storages that a value is really in: that of a wait is the buffer that its start made."""
-    return _storages(node.all_input_nodes[0] if ops.is_wait(node) else node)
+    """The storages that a value is really in: that of a wait is the buffer that its start made. A view may stand for
+    one of another value, that was there before what it is a view of was gathered."""
+    found = _storages(node)
+    if not ops.is_wait(node) and not is_view(node):
+        return found
+    return _storages(node.all_input_nodes[0])[:1] * len(found)
 
 
 def _storages(node: fx.Node) -> list[torch.UntypedStorage]:

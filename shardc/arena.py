@@ -1,9 +1,10 @@
 """Arena: memory in which what ranks of one host gather lies once, for all of them.
 
 Each rank writes its part where the result is to be, and reads those of others there: nothing is sent, and nothing is
-copied a second time. Which block of the arena the n-th gather of a group is in, the first rank that comes to it
-decides, and writes down for the others. A rank gives a block up when its last tensor there is gone; it is used again
-when all have. Nobody waits for a block, for there is another as soon as none is free.
+copied a second time. Where in the arena the n-th gather of a group is, the first rank that comes to it decides, and
+writes down for the others. A rank gives its block up when its last tensor there is gone; when all have, it is free:
+blocks that are free beside each other are joined, and the smallest that is large enough is cut. Nobody waits for one,
+for at the end of the arena there is always more.
 
 The arena is one file without a name (`memfd_create`), as large as the host's memory but without any until it is written
 to, and gone with the last process that has mapped it. It begins with a table of blocks, that is changed under a lock of
@@ -16,6 +17,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -27,13 +29,10 @@ import torch
 
 BLOCKS = 1 << 16
 """that there may be at most"""
-WASTE = 2
-"""A block is as large as what it holds, or up to so many times as large."""
-COUNT, END = 0, 1
-"""The table's first numbers: how many blocks there are, and where the last one ends."""
-HEAD = 2
-COLUMNS = 4
-"""of the table, and one more for each rank: the last gather that this rank has given up"""
+HEAD = 1
+"""The table's first number: how many rows there are of what follows."""
+COLUMNS = 3
+"""and one more for each rank: the last gather that this rank has given up"""
 
 
 def pages(size_bytes: int) -> int:
@@ -54,8 +53,8 @@ class Arena:
         words = memoryview(self.memory)[: _table_bytes(ranks)].cast("q")
         columns = [words[HEAD + i * BLOCKS : HEAD + (i + 1) * BLOCKS] for i in range(COLUMNS + ranks)]
         self.head = words[:HEAD]
-        self.holds, self.offsets, self.sizes, self.filled, *self.given_up = columns
-        """of each block: the number of its gather, where it is, how large, whether it takes memory"""
+        self.holds, self.offsets, self.sizes, *self.given_up = columns
+        """of each block: the number of its gather, where it is, how large; or 0, where the row is not used"""
         self.own = self.given_up[rank]
         self.gathers = 0
         """that this rank has asked room for"""
@@ -63,9 +62,12 @@ class Arena:
 
     @staticmethod
     def made(ranks: int) -> int:
-        """The descriptor of a new one."""
-        fd = os.memfd_create("shardc-arena")
-        os.ftruncate(fd, _table_bytes(ranks) + pages(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+        """The descriptor of a new one: all of it one block that is free."""
+        fd, begin = os.memfd_create("shardc-arena"), _table_bytes(ranks)
+        size = pages(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        os.ftruncate(fd, begin + size)
+        for place, number in ((0, 1), (HEAD + BLOCKS, begin), (HEAD + 2 * BLOCKS, size)):
+            os.pwrite(fd, number.to_bytes(8, sys.byteorder), 8 * place)
         return fd
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -88,21 +90,17 @@ class Arena:
     def give_back(self) -> None:
         """The memory of blocks that nobody holds; they take some again when they are used again."""
         with self._locked():
-            for block in range(self.head[COUNT]):
-                if self.filled[block] and self._is_free(block):
-                    self.memory.madvise(mmap.MADV_REMOVE, self.offsets[block], self.sizes[block])
-                    self.filled[block] = 0
+            for run in self._free_runs():
+                self.memory.madvise(mmap.MADV_REMOVE, self.offsets[run[0]], self._bytes(run))
 
     @property
     def held_bytes(self) -> int:
-        """In all blocks that take memory, which is there once for all ranks."""
-        with self._locked():
-            count = self.head[COUNT]
-            return sum(size * filled for size, filled in zip(self.sizes[:count], self.filled[:count], strict=True))
+        """What it takes of the host's memory, which is there once for all ranks; its table takes a few pages."""
+        return os.fstat(self.fd).st_blocks * 512
 
     def _found(self, gather: int) -> int | None:
         """The block that another rank has decided on, which stays so until this one gives it up."""
-        holds = self.holds[: self.head[COUNT]].tolist()
+        holds = self.holds[: self.head[0]].tolist()
         return holds.index(gather) if gather in holds else None
 
     def _decided(self, gather: int, size_bytes: int) -> int:
@@ -110,24 +108,47 @@ class Arena:
         with self._locked():
             block = self._found(gather)
             if block is None:
-                count = self.head[COUNT]
-                fitting = (i for i in range(count) if size_bytes <= self.sizes[i] <= WASTE * pages(size_bytes))
-                block = next(filter(self._is_free, fitting), count)
-                if block == count:
-                    self._add(size_bytes)
-                self.holds[block], self.filled[block] = gather, 1
+                block = self._cut(pages(size_bytes))
+                self.holds[block] = gather  # last: others look for it without the lock
         return block
 
-    def _is_free(self, block: int) -> bool:
-        return all(column[block] == self.holds[block] for column in self.given_up)
+    def _cut(self, size: int) -> int:
+        """A block of that size, of the smallest run that has so much."""
+        run = min((run for run in self._free_runs() if self._bytes(run) >= size), key=self._bytes, default=None)
+        count = self.head[0]
+        if run is None or count == BLOCKS:
+            raise RuntimeError(f"Ranks of this host gather {size >> 20:,} MiB, beside {count:,} blocks: too much")
+        block, rest = run[0], self._bytes(run) - size
+        for joined in run[1:]:
+            self.sizes[joined] = 0
+        if rest:
+            self._add(self.offsets[block] + size, rest)
+        self.sizes[block] = size
+        return block
 
-    def _add(self, size_bytes: int) -> None:
-        count, begin = self.head[COUNT], self.head[END] or _table_bytes(self.ranks)
-        end = begin + pages(size_bytes)
-        if end > len(self.memory) or count == BLOCKS:
-            raise RuntimeError(f"Ranks of this host gather {end >> 20:,} MiB, in {count:,} pieces: that is too much")
-        self.offsets[count], self.sizes[count] = begin, end - begin
-        self.head[COUNT], self.head[END] = count + 1, end
+    def _free_runs(self) -> list[list[int]]:
+        """Blocks that nobody holds, those together that lie beside each other."""
+        count = self.head[0]
+        offsets, sizes = self.offsets[:count].tolist(), self.sizes[:count].tolist()
+        holds, *given_up = (column[:count].tolist() for column in (self.holds, *self.given_up))
+        free = [i for i in range(count) if sizes[i] and all(column[i] == holds[i] for column in given_up)]
+        runs: list[list[int]] = []
+        for block in sorted(free, key=offsets.__getitem__):
+            if runs and offsets[runs[-1][-1]] + sizes[runs[-1][-1]] == offsets[block]:
+                runs[-1].append(block)
+            else:
+                runs.append([block])
+        return runs
+
+    def _bytes(self, run: Sequence[int]) -> int:
+        return sum(self.sizes[block] for block in run)
+
+    def _add(self, offset: int, size: int) -> None:
+        """A free block, in a row that is not used."""
+        count = self.head[0]
+        row = next((i for i, size in enumerate(self.sizes[:count]) if not size), count)
+        self.offsets[row], self.sizes[row] = offset, size
+        self.head[0] = max(count, row + 1)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

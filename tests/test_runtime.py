@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import mmap
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -657,7 +658,7 @@ def drop_models() -> None:
         gc.collect()  # what these have compiled
         assert model_left() is None
         assert runtime_left() is None
-        assert near.held_bytes() == 0
+        assert near.held_bytes() <= 8 * mmap.PAGESIZE * len(near._NEAR)  # tables of arenas
 
 
 def test_a_model_that_nobody_has_any_more_is_gone_whatever_dynamo_keeps() -> None:

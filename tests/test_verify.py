@@ -10,7 +10,7 @@ import torch
 
 from passes.errors import Error
 from passes.layout import Layout
-from passes.memory import living, peak_bytes
+from passes.memory import lives, living, peak_bytes
 from passes.parse import parse
 from passes.verify import RULES, verify
 
@@ -702,6 +702,15 @@ def test_views_waits_and_outputs_count_once() -> None:
     bytes_, node = peak_bytes(graph)
     assert (bytes_, node.name) == (16 + 32 + 32, "y")
     assert [(life.node.name, life.bytes) for life in living(graph, node)] == [("a", 32), ("y", 32), ("w", 16)]
+
+
+def test_a_view_is_of_what_it_is_taken_from_whatever_stood_there_before() -> None:
+    graph = parse(CHAIN)
+    y, output = next(n for n in graph.nodes if n.name == "y"), graph.output_node()
+    with graph.inserting_before(output):
+        turned = graph.call_function(torch.ops.aten.t.default, (y,))
+    turned.meta["val"] = torch.empty_like(y.meta["val"])  # with a storage of its own
+    assert any(life.values == {y, turned} for life in lives(graph))
 
 
 def test_saved_values_may_be_given_up() -> None:
