@@ -10,7 +10,8 @@ import pytest
 import shardc
 from shardc import trial
 from shardc.calibrate import fitted, summary
-from shardc.links import Link, ring_steps
+from shardc.links import Device, Link, ring_steps
+from shardc.trace import trace
 from world import run
 
 
@@ -70,6 +71,26 @@ def test_a_job_measures_its_axes_and_all_ranks_have_the_same_numbers(tmp_path: P
     assert device.product_us(largest, 2) == pytest.approx(largest / device.tflops / 1e6)
     assert device.product_us(largest, 4) == pytest.approx(largest / device.tflops / 1e6 * device.slower_fp32)
     assert "GB/s a rank" in summary(topology) and "launch us" in summary(topology)
+
+
+def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:
+    links = {
+        "node": Link(0.1, 50.0, launch_us=200.0, gather_us_per_mb=2e3, reduce_us_per_mb=3e3),
+        "gpu": Link(1.0, 5.0),
+    }
+    copies = {"memory": ((1 << 13, 1.0), (1 << 27, 1e5))}
+    device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=2.0, library="gloo", tables=copies)
+    known = shardc.Topology(node=2, gpu=2).with_links(device, **links)
+    programs = [trace(trial._model(), plan, trial._batch(plan, 1), keep=False) for plan in trial._plans(known)]
+    assert len(programs) == 6
+    true = trial._scaled(known, [1.5, 0.8, 2.0])
+    runs = [(program, trial._foretold_s(program, true)) for program in programs]
+    found = trial._scaled(known, trial._factors(known, runs))
+
+    def off(topology: shardc.Topology) -> float:
+        return max(abs(trial._foretold_s(program, topology) / took_s - 1) for program, took_s in runs)
+
+    assert off(found) < 0.05 < 0.15 < off(known)
 
 
 def test_without_a_process_group_it_says_what_to_do() -> None:
