@@ -86,6 +86,7 @@ def capture(module: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, s
     for node, name in zip(nodes, wanted, strict=False):
         _rename(node, name)
     _set_modules(graph)
+    _check_products(graph)
     params = {n.name: names[id(v)] for n, v in zip(nodes, inputs, strict=False) if _is_hollow(v)}
     return _normal_form(graph, nodes[: len(inputs)], nodes[len(inputs) :], params)
 
@@ -119,6 +120,22 @@ def _normal_form(graph: fx.Graph, inputs: list[fx.Node], tangents: list[fx.Node]
         [i in with_tangent for i in range(num_user)],
         {name: name for name in grads if name not in params.values()},
     )
+
+
+PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
+
+
+def _check_products(graph: fx.Graph) -> None:
+    """While a model is traced, values of several dtypes are multiplied without a word; when it runs, they are not."""
+    for node in graph.nodes:
+        if node.target in PRODUCTS:
+            dtypes = {str(value.meta["val"].dtype).removeprefix("torch."): None for value in node.all_input_nodes}
+            if len(dtypes) > 1:
+                raise Error(
+                    f"The model multiplies {' by '.join(dtypes)} ({node.target})",
+                    where=node.meta["module"] or "the model itself",
+                    fix="inputs are not cast to the plan's param_dtype: pass them in it, or cast them in the forward",
+                )
 
 
 def _check_not_changed(parameter: str | None) -> None:

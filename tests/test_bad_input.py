@@ -380,6 +380,15 @@ def optimizer_of_the_model_before() -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+def test_an_input_of_another_dtype_than_the_model_computes_in() -> None:
+    plan = shardc.Plan.zero3(TOPOLOGY, param_dtype=torch.bfloat16)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4, bias=False)))
+    with pytest.raises(shardc.Error, match=r"multiplies float32 by bfloat16 \(aten.mm.default\)") as error:
+        shardc.trace(model[1], plan, torch.ones(2, 4))
+    assert "1" in str(error.value) and "fix: inputs are not cast to the plan's param_dtype" in str(error.value)
+    shardc.trace(model, plan, torch.ones(2, 4, dtype=torch.bfloat16))
+
+
 def test_an_optimizer_built_before_compile() -> None:
     run(optimizer_of_the_model_before, 1)
 
