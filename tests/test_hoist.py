@@ -67,7 +67,7 @@ def test_by_the_clock_nothing_is_later_and_lanes_keep_their_order(
     plan: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardc.program.hoist", lambda graph, lanes: graph)
-    program = shardc.trace(Deep(), PLANS[plan], torch.empty(64, 64), keep=False)
+    program = shardc.trace(Deep(), PLANS[plan], torch.empty(64, 64, dtype=PLANS[plan].param_dtype), keep=False)
     for variant in program.step(micro_batches):
         graph = program.scheduled(program.draft(variant), variant)
         old, old_us = clocked(program, graph, variant.half)

@@ -39,7 +39,7 @@ def forward(w: f32[2, 4], v: f32[2, 4], x: f32[4, 4]):
 
 @cache
 def traced(plan: str) -> Program:
-    return shardc.trace(Blocks(), PLANS[plan], torch.empty(32, 64), keep=False)
+    return shardc.trace(Blocks(), PLANS[plan], torch.empty(32, 64, dtype=PLANS[plan].param_dtype), keep=False)
 
 
 # The table

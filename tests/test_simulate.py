@@ -112,7 +112,7 @@ PLANS = {
 
 @cache
 def traced(plan: str) -> Program:
-    return shardc.trace(Blocks(), PLANS[plan], torch.empty(32, 64), keep=False)
+    return shardc.trace(Blocks(), PLANS[plan], torch.empty(32, 64, dtype=PLANS[plan].param_dtype), keep=False)
 
 
 @cache
