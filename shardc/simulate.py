@@ -2,12 +2,13 @@
 
 Compute goes node by node. A hop goes on the lane of its axis at its start (behind the hop before it on that lane, and
 behind the one that it relays), for as long as its link takes; its wait holds compute up until then. What it holds up is
-exposed communication. What launching it takes of compute follows its wait, as compute.
+exposed communication. What launching it takes of compute follows its wait, as compute; so does what its bytes take, but
+for as long as compute waits, and has its core for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -20,7 +21,7 @@ from shardc.bound import bound_of
 from shardc.footprint import footprint
 from shardc.program import Program, Variant
 from shardc.timeline import COMPUTE, Event, Timeline, named
-from shardc.times import Times
+from shardc.times import Times, bytes_us
 from shardc.topology import Topology
 
 
@@ -69,7 +70,7 @@ def timeline_of(program: Program, topology: Topology, calls: Calls, optimizer_st
 def clocked(program: Program, topology: Topology, calls: Calls) -> Clock:
     """The clock that the calls of a step have gone through."""
     times = {variant: program.times_us(graph, variant.half, topology) for variant, graph in dict(calls).items()}
-    clock = Clock(topology.lanes)
+    clock = Clock(topology.lanes, lambda wait: bytes_us(wait, topology))
     for (variant, graph), name in zip(calls, names(calls), strict=True):
         clock.run(graph, times[variant], name)
     return clock
@@ -84,8 +85,9 @@ def names(calls: Calls) -> list[str]:
 class Clock:
     """Runs graphs one after the other and writes down events."""
 
-    def __init__(self, lanes: LanesOf = axes_of) -> None:
-        self.lanes = lanes
+    def __init__(self, lanes: LanesOf = axes_of, idle_us: Callable[[fx.Node], float] = lambda wait: 0.0) -> None:
+        """`idle_us`: of what a wait takes of compute, what goes on meanwhile."""
+        self.lanes, self.idle_us = lanes, idle_us
         self.now_us = 0.0
         self.last: dict[str, Event] = {}
         """of each lane"""
@@ -108,11 +110,13 @@ class Clock:
                 relayed = self.events[flying[source]] if source else None
                 flying[node] = len(self.events)
                 self._start(node, us[node], name, relayed)
-            elif ops.is_wait(node):
-                self._wait(flying[node.args[0]])
-            if us[node] > 0 and not ops.is_start(node):
+            took_us = us[node]
+            if ops.is_wait(node):
+                exposed_us = self._wait(flying[node.args[0]])
+                took_us -= min(exposed_us, self.idle_us(node), took_us)
+            if took_us > 0 and not ops.is_start(node):
                 block = block_at.get(node, block)  # launches are of what they hold up
-                self._compute(block, us[node], name)
+                self._compute(block, took_us, name)
         self.began.append(began)
 
     def _start(self, node: fx.Node, us: float, graph: str, relayed: Event | None) -> None:
@@ -136,10 +140,13 @@ class Clock:
         self.last |= dict.fromkeys(lanes, event)
         self.events.append(event)
 
-    def _wait(self, index: int) -> None:
+    def _wait(self, index: int) -> float:
+        """Returns how long it was."""
         event = self.events[index]
-        self.events[index] = replace(event, exposed_us=max(0.0, event.end_us - self.now_us))
+        exposed_us = max(0.0, event.end_us - self.now_us)
+        self.events[index] = replace(event, exposed_us=exposed_us)
         self.now_us = max(self.now_us, event.end_us)
+        return exposed_us
 
     def _compute(self, block: str, us: float, graph: str) -> None:
         """Goes on with the event before where that is of the same block and has ended just now."""

@@ -122,6 +122,11 @@ def launch_us(start: fx.Node, topology: Topology) -> float:
     return max(link.launch_us for link in _links(topology, ops.hop(start).axis))
 
 
+def bytes_us(wait: fx.Node, topology: Topology) -> float:
+    """What the bytes take of compute that a wait is for."""
+    return sum(overhead_us(start, topology) - launch_us(start, topology) for start in _waited_for(wait))
+
+
 LONG = 16.0
 """latencies: what takes longer goes on its own, as soon as it is needed or made"""
 OUTRUN = 2.5

@@ -72,6 +72,14 @@ def test_what_a_launch_takes_of_compute_holds_it_up_behind_the_wait() -> None:
     ]
 
 
+def test_what_bytes_take_of_compute_goes_on_while_it_waits() -> None:
+    graph, clock = parse(TEXT), Clock(idle_us=lambda wait: 2.0)
+    us = {n: 3.0 if ops.is_start(n) else 2.5 if ops.is_wait(n) else 2.0 for n in graph.nodes if n.op == "call_function"}
+    clock.run(graph, {n: us.get(n, 0.0) for n in graph.nodes}, "forward")
+    held_up = [(e.start_us, e.end_us) for e in clock.events if e.lane == COMPUTE]
+    assert held_up == [(3.0, 3.5), (3.5, 5.5), (6.0, 8.0), (8.0, 10.0)]  # of 2.5, 2 and 0.5 before
+
+
 def test_hops_of_two_axes_run_side_by_side() -> None:
     clock = run(TEXT.replace("all_gather(v, 'gpu'", "all_gather(v, 'node'"), hop_us=3.0, compute_us=2.0)
     assert [e.exposed_us for e in clock.events if e.hop] == [3.0, 0.0]
