@@ -67,7 +67,7 @@ def _wait_of(start: fx.Node) -> fx.Node:
 
 def rooms_bytes(graphs: Iterable[fx.Graph], shared: Topology) -> int:
     """As ranks make them, a room where none fits that is free."""
-    rooms: dict[str, list[Life]] = defaultdict(list)
+    rooms: dict[str, list[Life]] = {}
     for graph in graphs:
         rooms = {axis: [replace(room, death=-1) for room in known] for axis, known in rooms.items()}
         for life in _sent(graph, shared):

@@ -129,7 +129,8 @@ def _check_products(graph: fx.Graph) -> None:
     """While a model is traced, values of several dtypes are multiplied without a word; when it runs, they are not."""
     for node in graph.nodes:
         if node.target in PRODUCTS:
-            dtypes = {str(value.meta["val"].dtype).removeprefix("torch."): None for value in node.all_input_nodes}
+            values = (value.meta["val"] for value in node.all_input_nodes)
+            dtypes = {str(it.dtype).removeprefix("torch."): None for it in values if isinstance(it, torch.Tensor)}
             if len(dtypes) > 1:
                 raise Error(
                     f"The model multiplies {' by '.join(dtypes)} ({node.target})",

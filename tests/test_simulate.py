@@ -77,7 +77,7 @@ def test_what_bytes_take_of_compute_goes_on_while_it_waits() -> None:
     us = {n: 3.0 if ops.is_start(n) else 2.5 if ops.is_wait(n) else 2.0 for n in graph.nodes if n.op == "call_function"}
     clock.run(graph, {n: us.get(n, 0.0) for n in graph.nodes}, "forward")
     held_up = [(e.start_us, e.end_us) for e in clock.events if e.lane == COMPUTE]
-    assert held_up == [(3.0, 3.5), (3.5, 5.5), (6.0, 8.0), (8.0, 10.0)]  # of 2.5, 2 and 0.5 before
+    assert held_up == [(3.0, 3.5), (3.5, 5.5), (6.0, 8.0), (8.0, 10.0)]  # waits of 3 and 0.5 hide 2 and 0.5 of 2.5
 
 
 def test_hops_of_two_axes_run_side_by_side() -> None:
@@ -209,7 +209,8 @@ def test_what_ranks_of_one_host_gather_is_there_once_for_all_of_them() -> None:
 
     apart, nothing, sent = gathered_bytes(links)
     still_apart, shared, scattered = gathered_bytes(near)
-    assert nothing == 0 < shared
+    full = sum(p.numel() for p in Blocks().parameters()) * 4
+    assert nothing == 0 < shared <= full // 2 + full // 4  # once for two ranks: all, and halves of all
     assert still_apart < apart and 0 < scattered <= sent
 
 
