@@ -120,9 +120,9 @@ def in_arena(graph: fx.Graph, shared: Topology, given: Mapping[int, str]) -> dic
     return found
 
 
-def arena_bytes(graphs: Sequence[fx.Graph], shared: Topology) -> int:
-    """A rank's share of the most that is there at once."""
-    most = copies_bytes = 0
+def arena_bytes(graphs: Sequence[fx.Graph], shared: Topology) -> list[int]:
+    """In each call, a rank's share of the most that is there at once."""
+    most, copies_bytes = [], 0
     given: dict[int, str] = {}
     for graph in graphs:
         axes, flights = in_arena(graph, shared, given), Flights(graph)
@@ -132,7 +132,7 @@ def arena_bytes(graphs: Sequence[fx.Graph], shared: Topology) -> int:
             if axes.get(life.node)
         ]
         late = (flights.until_others(life, axes[life.node]) for life in there)
-        most = max(most, copies_bytes + max(levels_of(late, len(graph.nodes))))
+        most.append(copies_bytes + max(levels_of(late, len(graph.nodes))))
         given = {}
         if isinstance(outputs(graph), tuple):
             _, taken, copies = (*outputs(graph), {})[:3]

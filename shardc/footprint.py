@@ -76,12 +76,20 @@ class Footprint:
     levels: list[list[int]] = field(default_factory=list)
     """of each call: bytes while each node runs"""
     peak: Peak = field(default_factory=lambda: Peak(0, "", {}, ()))
+    arenas: list[int] = field(default_factory=list)
+    """of each call: the most bytes in arenas, which keep those of the call that needs most"""
     end_bytes: int = 0
     """when the last call is over"""
 
     def above(self, limit_bytes: int, calls: Sequence[Variant]) -> list[Variant]:
-        """Those of the calls that it is of which need more than a limit."""
-        return [call for call, levels in zip(calls, self.levels, strict=True) if max(levels) > limit_bytes]
+        """Those of the calls that it is of which need more than a limit, and the one whose arenas they keep."""
+        if self.peak.bytes <= limit_bytes:
+            return []
+        arena = max(self.arenas, default=0)
+        found = [max(levels) > limit_bytes for levels in self.levels]
+        if arena:
+            found[self.arenas.index(arena)] = True
+        return [call for call, is_above in zip(calls, found, strict=True) if is_above]
 
     def check(self, limit_bytes: int) -> None:
         """Raises `Error` where the peak is above a limit."""
@@ -106,7 +114,8 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
     residuals_bytes = _residuals_bytes(program)
     shared = program.topology if program.library in BY_MESSAGES else None
     rooms = beside.rooms_bytes([graph for _, graph in calls], shared) if shared else 0
-    arena = beside.arena_bytes([graph for _, graph in calls], shared) if shared else 0
+    found.arenas = beside.arena_bytes([graph for _, graph in calls], shared) if shared else []
+    arena = max(found.arenas, default=0)
     saved = _Saved()
     for variant, graph in calls:
         given_up = saved.given_up(graph) if variant.half == "backward" else set()

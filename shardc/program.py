@@ -327,7 +327,7 @@ class Program:
             self.windows |= dict.fromkeys(left, window)
             own = replace(self, made={}, orders=self.orders.own())
             found = [footprint(own, [(variant, own.graph(variant)) for variant in step]) for step in steps]
-            left &= {v for step, it in zip(steps, found, strict=True) for v in it.above(limit_bytes, step)}
+            left = {v for step, it in zip(steps, found, strict=True) for v in it.above(limit_bytes, step)}
             if not left:
                 return None
         return max(found, key=lambda it: it.peak.bytes)

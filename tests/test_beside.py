@@ -55,9 +55,9 @@ def test_what_is_gathered_stays_for_ranks_that_are_behind_until_they_must_have_s
 def test_an_arena_has_a_share_of_all_that_one_of_its_ranks_may_need() -> None:
     graph = parse(GATHERS)
     assert set(in_arena(graph, HOSTS, {}).values()) == {"gpu"}
-    assert arena_bytes([graph], HOSTS) == 3 * WHOLE // 2
+    assert arena_bytes([graph], HOSTS) == [3 * WHOLE // 2]
     far = Topology(node=2, gpu=2).with_links(DEVICE, **LINKS | {"gpu": Link(10.0, 1.0)})
-    assert in_arena(graph, far, {}) == {} and arena_bytes([graph], far) == 0
+    assert in_arena(graph, far, {}) == {} and arena_bytes([graph], far) == [0]
 
 
 def test_a_room_is_used_again_when_others_must_have_read_it() -> None:

@@ -19,9 +19,9 @@ import shardc
 from passes import ops
 from passes.errors import Error
 from passes.parse import parse
-from shardc.footprint import ARENA, GATHERED, ROOMS, footprint
+from shardc.footprint import ARENA, GATHERED, ROOMS, Footprint, Peak, footprint
 from shardc.links import Device, Link
-from shardc.program import Program
+from shardc.program import Program, Variant
 from shardc.simulate import Clock, simulate
 from shardc.timeline import COMPUTE, Timeline, duration, label, size
 
@@ -256,6 +256,15 @@ def test_less_is_gathered_ahead_to_stay_below_a_limit() -> None:
     program = limited("zero3", free - 1)
     assert min(program.windows.values()) < 1.0
     assert simulate(program).peak_bytes < free
+
+
+def test_of_calls_that_need_too_much_the_one_has_to_do_with_less_whose_arena_they_keep() -> None:
+    forward, backward = Variant("forward"), Variant("backward")
+    levels, peak = [[50, 70], [90, 80]], Peak(90, "", {}, ())
+    for arenas, above in (([30, 20], [forward, backward]), ([20, 30], [backward]), ([], [backward])):
+        found = Footprint(0, levels, peak, arenas)
+        assert found.above(85, [forward, backward]) == above
+        assert found.above(90, [forward, backward]) == []
 
 
 @pytest.mark.parametrize("plan", ["IIG", "zero3"])
