@@ -6,7 +6,8 @@ last before what follows from it, which takes as long as its longest chain, and 
 The hops of a chain are taken to run side by side, as they could in pieces that are small enough (`passes.chunk`).
 
 Between a forward and its backward parameters rest where the plan says (`after_forward`): a backward gathers them when
-the forward is over, not before.
+the forward is over, not before. The training loop makes one call after the other: none computes before the one before
+it has computed, whatever their hops do.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class _Step:
         self.copies: dict[str, int] = {}
         self.sums: dict[str, int] = {}
         """by parameter name"""
+        self.computed: list[int] = []
+        """the job that is over when all compute of the call before is"""
 
     def add(self, variant: Variant) -> None:
         """A call after those before it."""
@@ -73,10 +76,13 @@ class _Step:
             is_start = ops.is_start(node)
             if is_start and variant.half == "backward":
                 needs = needs + self.results
+            elif _computes(node):
+                needs = needs + self.computed
             takes_us = 0.0 if ops.is_wait(node) else us[node]  # buckets launch less often
             work = sent_us(node, self.topology) if is_start else takes_us
             lanes = self.topology.lanes(ops.hop(node).axis) if is_start else (COMPUTE,)
             self.jobs.append(_Job(takes_us, lanes, work, needs))
+        self._compute([i for node, i in number.items() if _computes(node)])
         if variant.half == "backward":
             self.sums = {name: number[node] for name, node in outputs(graph).items()}
         else:
@@ -84,6 +90,13 @@ class _Step:
             self.results = [number[node] for node in results if isinstance(node, fx.Node)]
             self.saved = [number.get(node) for node in saved]
             self.copies |= {name: number[node] for name, node in copies.items()}
+
+    def _compute(self, numbers: list[int]) -> None:
+        """All compute of a call, which takes as long as it does one by one, behind that of the call before."""
+        whole = _Job(sum(self.jobs[i].us for i in numbers), (), 0.0, self.computed)
+        over = _Job(0.0, (), 0.0, [*numbers, len(self.jobs)])
+        self.computed = [len(self.jobs) + 1]
+        self.jobs += [whole, over]
 
     def _given(self, graph: fx.Graph, variant: Variant) -> dict[fx.Node, list[int]]:
         """What a call's placeholders wait for: copies, or saved values, then tangents, then sums of gradients."""
@@ -96,6 +109,10 @@ class _Step:
         sums = {PREFIX + name: p.layout.name for name, p in variant.accumulated}
         tangents = {node: self.results for node in nodes[len(self.saved) :] if node.name not in sums}
         return saved | tangents | {node: [self.sums[sums[node.name]]] for node in nodes if node.name in sums}
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op == "call_function" and not ops.is_hop(node)
 
 
 def _needed(node: fx.Node) -> list[fx.Node]:

@@ -138,6 +138,16 @@ def test_no_step_beats_its_bound_and_time_adds_up(plan: str, micro_batches: int)
     assert all(0 < part <= 1 + 1e-9 for part in it.utilisation.values())
 
 
+def test_each_micro_batch_makes_a_bound_longer_by_its_compute_though_hops_take_much_longer() -> None:
+    slow = TOPOLOGY.with_links(TOPOLOGY.computes, node=Link(1e-3, 5.0), gpu=Link(1e-2, 2.0))
+    steps = [simulate(traced("ddp"), slow, micro_batches=n) for n in (1, 2, 3)]
+    between_us = sum(e.us for e in steps[2].events if e.graph in ("forward 1", "backward 1"))
+    bounds_us = [it.bound.us for it in steps]
+    assert bounds_us[0] > 10 * between_us
+    assert bounds_us[1] - bounds_us[0] == pytest.approx(between_us, rel=0.1)  # that has no gradients to add to
+    assert bounds_us[2] - bounds_us[1] == pytest.approx(between_us)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_lanes_do_one_thing_after_the_other(plan: str) -> None:
     it = timeline(plan, 3)
