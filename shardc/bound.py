@@ -82,7 +82,7 @@ class _Step:
             work = sent_us(node, self.topology) if is_start else takes_us
             lanes = self.topology.lanes(ops.hop(node).axis) if is_start else (COMPUTE,)
             self.jobs.append(_Job(takes_us, lanes, work, needs))
-        self._compute([i for node, i in number.items() if _computes(node)])
+        self._compute_in_turn([i for node, i in number.items() if _computes(node)])
         if variant.half == "backward":
             self.sums = {name: number[node] for name, node in outputs(graph).items()}
         else:
@@ -91,7 +91,7 @@ class _Step:
             self.saved = [number.get(node) for node in saved]
             self.copies |= {name: number[node] for name, node in copies.items()}
 
-    def _compute(self, numbers: list[int]) -> None:
+    def _compute_in_turn(self, numbers: list[int]) -> None:
         """All compute of a call, which takes as long as it does one by one, behind that of the call before."""
         whole = _Job(sum(self.jobs[i].us for i in numbers), (), 0.0, self.computed)
         over = _Job(0.0, (), 0.0, [*numbers, len(self.jobs)])

@@ -318,8 +318,8 @@ class Program:
             self.unfit |= dict.fromkeys(set(longest).difference(*steps), above)
 
     def _fitted(self, steps: Sequence[Sequence[Variant]], limit_bytes: int) -> Footprint | None:
-        """Sets windows. What the step needs that needs most, where it is above the limit. Calls are made in the order
-        that this rank would offer."""
+        """Sets windows, narrower ones for calls that are still above the limit. What the step needs that needs most,
+        where it is above. Calls are made in the order that this rank would offer."""
         left = {variant for step in steps for variant in step}
         found: list[Footprint] = []
         self.windows.clear()
