@@ -99,4 +99,4 @@ def rotary(time: int, channels: int, device: torch.device) -> tuple[Tensor, Tens
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [batch, heads, time, channels] with position written into it as an angle."""
     a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)

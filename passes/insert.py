@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -63,7 +64,7 @@ class Param:
     wires: Wires = NONE
     """in what it travels, where that is not its dtype"""
 
-    @property
+    @cached_property
     def has_copy(self) -> bool:
         """A compute copy rests on the params rung (else params and optim are one and the same)."""
         return self.layout.params < self.layout.optim

@@ -64,7 +64,7 @@ class Layout:
         starts = range(0, self.padded_rows, self.piece_rows)
         return tuple(s + i for s, rows in zip(starts, self._piece_lengths, strict=True) for i in range(rows))
 
-    @property
+    @cached_property
     def padded_rows(self) -> int:
         """Rows of the padded full value."""
         return self.piece_rows * self.size(self.optim)

@@ -73,6 +73,27 @@ def lives(graph: fx.Graph, given_up: Collection[fx.Node] = ()) -> list[Life]:
     return list({id(life): life for life in found.values()}.values())
 
 
+def last_readers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The last reader of each value that it may write over: of what is computed here, or given up by the caller
+    (`given_up` of its meta), and lies alone in memory, all of which it fills."""
+    nodes = list(graph.nodes)
+    given_up = {node for node in nodes if node.meta.get("given_up")}
+    found = {}
+    for life in lives(graph, given_up):
+        computed = life.node.op == "call_function" and not ops.is_hop(life.node)
+        values = [node for node in life.values if not is_view(node) and isinstance(node.meta.get("val"), torch.Tensor)]
+        if (computed or life.node in given_up) and len(values) == 1 and _fills(values[0].meta["val"]):
+            found[values[0]] = nodes[life.death]
+    return found
+
+
+def _fills(value: torch.Tensor) -> bool:
+    """Its storage. What has symbols for sizes is not known to."""
+    if not all(isinstance(size, int) for size in value.shape):
+        return False
+    return value.numel() * value.element_size() == value.untyped_storage().nbytes()
+
+
 def _readers(node: fx.Node) -> list[fx.Node]:
     """Who uses a value. What a hop sends it reads until it is waited for, or until the hop is that takes its result."""
     found = list(node.users)

@@ -52,6 +52,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from passes import ops
 from passes.build import outputs, placeholders, set_outputs
+from passes.memory import lives
 
 # Above the number of any checkpointed block in the model: the partitioner saves a node whose user is of a later block.
 _AFTER_ALL_BLOCKS = 1 << 30
@@ -79,7 +80,9 @@ def partition(graph: fx.Graph, params: Collection[str], activation_budget: float
         )
     for node in (*forward.graph.nodes, *backward.graph.nodes):
         node.target = getattr(node.target, "marked_op", node.target)
-    return _named(forward.graph, backward.graph, len(results), list(grads))
+    forward, backward = _named(forward.graph, backward.graph, len(results), list(grads))
+    _give_up(forward, backward, params)
+    return forward, backward
 
 
 def recomputed(graph: fx.Graph, params: Collection[str]) -> list[fx.Node]:
@@ -161,3 +164,19 @@ def _named(forward: fx.Graph, backward: fx.Graph, num_outputs: int, grads: list[
     set_outputs(forward, (flat[:num_outputs], saved))
     set_outputs(backward, dict(zip(grads, outputs(backward), strict=True)))
     return forward, backward
+
+
+def _give_up(forward: fx.Graph, backward: fx.Graph, params: Collection[str]) -> None:
+    """Marks what a backward takes that nobody else holds: computed from data, neither a result nor saved twice. What
+    is computed from parameters alone may lie at rest the next time."""
+    results, saved = outputs(forward)
+    pure: set[fx.Node] = set()
+    for node in forward.nodes:
+        if node.name in params if node.op == "placeholder" else node.op != "output" and _is_pure(node, pure):
+            pure.add(node)
+    taken = dict(zip(saved, backward.find_nodes(op="placeholder"), strict=False))
+    for life in lives(forward):
+        held = [node for node in (*results, *saved) if node in life.values]
+        computed = life.node.op == "call_function" and life.node not in pure and not ops.is_hop(life.node)
+        if computed and len(held) == 1 and held[0] in taken:
+            taken[held[0]].meta["given_up"] = True

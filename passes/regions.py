@@ -39,13 +39,16 @@ differ between otherwise equal regions (which seed of a dropout) stay in the out
 A view is nobody's: each region that uses one makes it again from its base, which costs nothing, and only what the outer
 graph itself needs (the input of a hop, an output) is a view there. So no region hands on strides that a compiler would
 not keep.
+
+What a region reads last it may write over, as a compiler does with values of its own: such inputs are called `taken`.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,6 +69,8 @@ class Region:
     key: str
     graph: fx.GraphModule
     modules: list[str] = field(default_factory=list)
+    taken: tuple[int, ...] = ()
+    """inputs that nobody needs afterwards, in memory that nothing else is in"""
 
     @property
     def __name__(self) -> str:
@@ -76,16 +81,24 @@ class Region:
         return self.graph(*args)
 
 
-def regions(graph: fx.Graph, known: dict[str, Region] | None = None) -> fx.Graph:
-    """A new outer graph. `known` collects the distinct regions by key over any number of graphs."""
+def regions(
+    graph: fx.Graph, known: dict[str, Region] | None = None, readers: Mapping[fx.Node, fx.Node] = MappingProxyType({})
+) -> fx.Graph:
+    """A new outer graph. `known` collects the distinct regions by key over any number of graphs. readers: the last one
+    of each value that may be written over (`passes.memory.last_readers`)."""
     known = {} if known is None else known
     outer = fx.Graph(owning_module=graph.owning_module)
     env: dict[fx.Node, fx.Node] = {}
-    for item in _segments(graph):
+    items = [item if isinstance(item, fx.Node) else _cut(item, readers) for item in _segments(graph)]
+    taken: dict[str, set[int]] = {}
+    for cut in items:
+        if isinstance(cut, _Cut):
+            taken[cut.key] = cut.taken & taken.get(cut.key, cut.taken)
+    for item in items:
         if isinstance(item, fx.Node):
             _copy(outer, item, env)
-        else:
-            _call(outer, item, env, known)
+        elif item:
+            _call(outer, item, env, _region(item, tuple(sorted(taken[item.key])), known))
     outer.lint()
     return outer
 
@@ -185,6 +198,11 @@ def _is_symbolic(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+def _has_symbols(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return _is_symbolic(node) or any(isinstance(size, torch.SymInt) for size in getattr(value, "shape", ()))
+
+
 def _is_body(node: fx.Node) -> bool:
     """The body of a higher-order op travels with its caller."""
     return node.op == "get_attr" and isinstance(_attribute(node), fx.GraphModule)
@@ -199,23 +217,39 @@ def _with_items(node: fx.Node) -> list[fx.Node]:
     return [node, *(user for user in node.users if user.target is operator.getitem)]
 
 
-def _call(outer: fx.Graph, nodes: list[fx.Node], env: dict[fx.Node, fx.Node], known: dict[str, Region]) -> None:
+@dataclass
+class _Cut:
+    """Nodes that become a call of a region."""
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    results: list[fx.Node]
+    key: str
+    taken: set[int]
+    """inputs that are read here last; what not all calls of a region read last is not taken"""
+
+
+def _cut(nodes: list[fx.Node], readers: Mapping[fx.Node, fx.Node]) -> _Cut | None:
     results = [n for n in nodes if not isinstance(n.meta.get("val"), (tuple, list)) and _is_used_outside(n, set(nodes))]
     if not results:
-        return
+        return None
     nodes = _with_views(nodes)
     inside = set(nodes)
     inputs = list(
         dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside and not _is_body(n))
     )
-    region = _region(nodes, inputs, results, known)
-    call = outer.call_function(region, tuple(env[n] for n in inputs))
-    call.meta["val"] = tuple(n.meta["val"] for n in results)
-    call.meta["nodes"] = [node.name for node in nodes]
-    modules = [node.meta.get("module", "") for node in nodes]
+    taken = {i for i, node in enumerate(inputs) if readers.get(node) in inside and not any(map(_has_symbols, inputs))}
+    return _Cut(nodes, inputs, results, _key(inputs, nodes, results), taken)
+
+
+def _call(outer: fx.Graph, cut: _Cut, env: dict[fx.Node, fx.Node], region: Region) -> None:
+    call = outer.call_function(region, tuple(env[n] for n in cut.inputs))
+    call.meta["val"] = tuple(n.meta["val"] for n in cut.results)
+    call.meta["nodes"] = [node.name for node in cut.nodes]
+    modules = [node.meta.get("module", "") for node in cut.nodes]
     call.meta["module"] = next((module for module in reversed(modules) if block_of(module)), modules[-1])
     region.modules.append(call.meta["module"])
-    for i, node in enumerate(results):
+    for i, node in enumerate(cut.results):
         env[node] = outer.call_function(operator.getitem, (call, i))
         env[node].meta.update(node.meta, module=call.meta["module"])
         env[node].name = node.name
@@ -240,23 +274,23 @@ def _with_views(nodes: list[fx.Node]) -> list[fx.Node]:
     return list(found)
 
 
-def _region(nodes: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node], known: dict[str, Region]) -> Region:
-    key = _key(inputs, nodes, results)
+def _region(cut: _Cut, taken: tuple[int, ...], known: dict[str, Region]) -> Region:
+    key = f"{cut.key}\ntaken {taken}" if taken else cut.key
     if key not in known:
-        known[key] = Region(f"region_{len(known)}", key, _extract(nodes, inputs, results))
+        known[key] = Region(f"region_{len(known)}", key, _extract(cut, taken), taken=taken)
     return known[key]
 
 
-def _extract(nodes: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) -> fx.GraphModule:
+def _extract(cut: _Cut, taken: tuple[int, ...]) -> fx.GraphModule:
     graph, env = fx.Graph(), {}
-    bodies = {n for node in nodes for n in node.all_input_nodes if _is_body(n)}
-    for i, node in enumerate(inputs):
-        env[node] = graph.placeholder(f"x{i}")
+    bodies = {n for node in cut.nodes for n in node.all_input_nodes if _is_body(n)}
+    for i, node in enumerate(cut.inputs):
+        env[node] = graph.placeholder(f"{'taken' if i in taken else 'x'}{i}")
         env[node].meta["val"] = node.meta["val"]
-    for node in [*sorted(bodies), *nodes]:
+    for node in [*sorted(bodies), *cut.nodes]:
         env[node] = graph.node_copy(node, env.__getitem__)
         env[node].meta.pop("module", None)  # of the first call alone
-    graph.output(tuple(env[n] for n in results))
+    graph.output(tuple(env[n] for n in cut.results))
     root = {str(n.target): _attribute(n) for n in bodies}
     return fx.GraphModule(root, graph)
 

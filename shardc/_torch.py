@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -113,9 +114,10 @@ def lazy_code() -> Any:
     return _use_lazy_graph_module(True)
 
 
-def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """Inductor on one closed graph: a callable that takes (and empties) a list of inputs. Outputs have the strides
-    that the graph says, and ops keep their order as far as collectives are concerned."""
+def compile_graph(module: fx.GraphModule, taken: Sequence[int] = ()) -> Callable[[list[Any]], Sequence[Any]]:
+    """Inductor on one closed graph: a callable that takes (and empties) a list of inputs, and may write into those that
+    are `taken`. Outputs have the strides that the graph says, and ops keep their order as far as collectives are
+    concerned."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -124,8 +126,11 @@ def compile_graph(module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]
     inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     _pin_output_strides(module.graph.output_node())
     options = _in_order() | ({"fx_graph_cache": False} if any(map(_is_symbolic, inputs)) else {})
-    with config.patch(options), tracing(TracingContext(mode)), _real_constants(mode), mode:
-        return compile_fx_inner(module, inputs)
+    context = TracingContext(mode)
+    if taken:  # Inductor knows them as donated buffers, which only backwards have
+        context.fw_metadata = SimpleNamespace(bw_donated_idxs=list(taken), static_input_indices=[])
+    with config.patch(options), tracing(context), _real_constants(mode), mode:
+        return compile_fx_inner(module, inputs, is_backward=bool(taken))
 
 
 def _is_symbolic(value: Any) -> bool:
@@ -152,6 +157,11 @@ def _real_constants(mode: Any) -> Iterator[None]:
         yield
     finally:
         mode.allow_non_fake_inputs = before
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs has `retain_graph=True`: its saved values are needed again."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def outside_inductor(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,7 +205,6 @@ def capturing() -> Iterator[None]:
     of it (each is a graph break otherwise, in code that the user does not own), hooks of modules guarded on."""
     from torch._dynamo import config
 
-    methods = {method for method in vars(logging.Logger).values() if callable(method)}
     if version() < (2, 12):  # it fails to log a configuration that names functions, and says so at every compilation
         logging.getLogger("torch._dynamo.metrics_context").disabled = True
     with config.patch(
@@ -203,9 +212,14 @@ def capturing() -> Iterator[None]:
         accumulated_recompile_limit=1 << 20,
         allow_rnn=True,
         skip_nnmodule_hook_guards=False,
-        ignore_logging_functions=methods | config.ignore_logging_functions,
+        ignore_logging_functions=config.ignore_logging_functions | _logging(),
     ):
         yield
+
+
+@functools.cache
+def _logging() -> frozenset[Any]:
+    return frozenset(method for method in vars(logging.Logger).values() if callable(method))
 
 
 def forget_compiled(function: Any) -> None:

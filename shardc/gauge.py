@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -50,12 +50,17 @@ def gauged(device: torch.device, progress: Say = lambda text: None) -> Device:
     for bits, dtype in DTYPES.items():
         progress(f"compiling a block of {bits}-bit numbers, and running it")
         factors[bits] = _slower(found, dtype, device)
+    return slowed(found, factors)
+
+
+def slowed(device: Device, factors: Mapping[str, float]) -> Device:
+    """With products of numbers of so many bits ("16", "32") that take so many times as long."""
+    short, long = (factors.get(bits, 1.0) for bits in DTYPES)
     tables = {
         name: tuple((amount, us * factors.get(name[-2:], 1.0)) for amount, us in table)
-        for name, table in found.tables.items()
+        for name, table in device.tables.items()
     }
-    slower_fp32 = found.slower_fp32 * factors["32"] / factors["16"]
-    return replace(found, tflops=found.tflops / factors["16"], slower_fp32=slower_fp32, tables=tables)
+    return replace(device, tflops=device.tflops / short, slower_fp32=device.slower_fp32 * long / short, tables=tables)
 
 
 def _measured(device: torch.device, progress: Say = lambda text: None) -> Device:

@@ -24,6 +24,7 @@ from torch import fx
 from passes import ops
 from passes.build import Writer, copy, fake_mode, outputs, set_outputs
 from passes.errors import Error
+from passes.memory import last_readers
 from passes.regions import Region, regions
 from passes.relay import unrelayed
 from passes.wire import dequantize, left_behind, lost, quantize, quantized, restored, summed
@@ -86,11 +87,11 @@ class Lowering:
 
     def outer(self, graph: fx.Graph, name: str) -> fx.Graph:
         """The graph that calls regions, each of which is compiled."""
-        outer = regions(graph, self.known)
+        outer = regions(graph, self.known, last_readers(graph))
         fresh = [r for r in self.known.values() if r.key not in self.compiled]
         for i, region in enumerate(_from_own_share(fresh)):
             self.progress(f"compiling {name}: region {i + 1} of {len(fresh)} new ({len(self.known)} distinct)")
-            self.compiled[region.key] = _torch.compile_graph(in_aten(region.graph))
+            self.compiled[region.key] = _torch.compile_graph(in_aten(region.graph), region.taken)
         return outer
 
     def _whole(self, graph: fx.Graph, name: str) -> Run:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import EllipsisType
 from typing import Any
 
@@ -68,14 +69,18 @@ class Sharded:
         start = self.param.layout.local_start(tuple(self.tensor.device_mesh.get_coordinate() or ()))
         return slice(start, start + len(_torch.local_of(self.tensor)))
 
+    @cached_property
+    def travels(self) -> torch.Size:
+        """The shape of the optim piece on its way."""
+        return torch.Size(self.param.layout.rung_shape(self.param.layout.optim))
+
     @property
     def shard(self) -> torch.Tensor:
         """The optim piece at its travelling length: the local rows and the room behind them."""
         local = _torch.local_of(self.tensor)
-        shape = self.param.layout.rung_shape(self.param.layout.optim)
-        if tuple(local.shape) == shape:
+        if local.shape == self.travels:
             return local.detach()
-        padded = local.new_zeros(shape)
+        padded = local.new_zeros(self.travels)
         padded[: local.shape[0]] = local
         return padded
 
@@ -229,11 +234,13 @@ class Runtime:
     def hollowed(self, slots: Sequence[tuple[dict[str, Any], str, Sharded]]) -> Iterator[None]:
         """The model with hollow parameters in the place of its own."""
         for owner, key, p in slots:
-            _check_in_place(owner.get(key), p)
-        for owner, key, p in slots:
-            if p.hollow.requires_grad != p.tensor.requires_grad:
-                p.hollow.requires_grad_(p.tensor.requires_grad)
-            owner[key] = p.hollow
+            if owner.get(key) is not p.tensor:
+                raise _replaced(p)
+        with torch._C.DisableTorchFunctionSubclass():  # a DTensor's attributes go a long way otherwise
+            for owner, key, p in slots:
+                if p.hollow.requires_grad != p.tensor.requires_grad:
+                    p.hollow.requires_grad_(p.tensor.requires_grad)
+                owner[key] = p.hollow
         try:
             yield
         finally:
@@ -241,13 +248,12 @@ class Runtime:
                 owner[key] = p.tensor
 
 
-def _check_in_place(found: Any, p: Sharded) -> None:
-    if found is not p.tensor:
-        raise Error(
-            f"Parameter {p.name!r} was replaced or taken away after shardc.compile.",
-            fix="Write new values into it under torch.no_grad() (`parameter.copy_(...)`); "
-            "parametrizations and adapters go in before the model is compiled.",
-        )
+def _replaced(p: Sharded) -> Error:
+    return Error(
+        f"Parameter {p.name!r} was replaced or taken away after shardc.compile.",
+        fix="Write new values into it under torch.no_grad() (`parameter.copy_(...)`); "
+        "parametrizations and adapters go in before the model is compiled.",
+    )
 
 
 def watch_optimizers(runtime: Runtime) -> None:
@@ -298,11 +304,9 @@ class Step:
         self.params = {name: runtime.params[p.layout.name] for name, p in program.params.items()}
         self.device = next(iter(self.params.values())).hollow.device if self.params else torch.device("cpu")
         forward, backward = program.halves
-        self.tangent_strides = [
-            n.meta["val"].stride()
-            for n in (backward.find_nodes(op="placeholder") if backward else [])
-            if n.name.startswith("tangents")
-        ]
+        taken = backward.find_nodes(op="placeholder") if backward else []
+        self.tangent_strides = [n.meta["val"].stride() for n in taken if n.name.startswith("tangents")]
+        self.given_up = {i for i, n in enumerate(taken) if n.meta.get("given_up")}
         self.draws = any(ops.is_random(node) for node in forward.nodes)
         self.forwards: dict[tuple[frozenset[str], bool], fx.Graph] = {}
         self.backwards: dict[tuple[Any, ...], fx.Graph] = {}
@@ -457,6 +461,8 @@ class _Autograd(torch.autograd.Function):
                 fix="Compute the inner gradient in the forward (torch.func.grad or torch.func.jvp).",
             )
         saved = [other if v is None else v for v, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        if _torch.keeps_graph():  # for another backward, while this one may write over what it is given
+            saved = [v.clone() if i in ctx.step.given_up else v for i, v in enumerate(saved)]
         ctx.maybe_clear_saved_tensors()
         wanted = [t for t, d in zip(tangents, ctx.differentiable, strict=True) if d]
         grads = ctx.step.run_backward(saved, wanted)

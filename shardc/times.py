@@ -224,26 +224,35 @@ def _waited_for(wait: fx.Node) -> Iterator[fx.Node]:
         start = start.args[0]
 
 
-_COUNTED_AS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
-
-
 def _formula(node: fx.Node) -> Callable[..., int] | None:
-    """torch's count of operations; it lacks attention as CPUs have it."""
-    op = getattr(node.target, "overloadpacket", None)
-    return flop_registry.get(_COUNTED_AS.get(op, op))
+    """torch's count of operations."""
+    return flop_registry.get(getattr(node.target, "overloadpacket", None))
 
 
 def _flops(node: fx.Node) -> float:
+    if _attends(node):
+        return _attention_flops(node)
     formula = _formula(node)
     if formula is None:
         return 0.0
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _attends(node: fx.Node) -> bool:
+    """What `scaled_dot_product_attention` becomes on any device, or flex_attention."""
+    return any(name in str(node.target) for name in ("scaled_dot_product", "flex_attention"))
+
+
+def _attention_flops(node: fx.Node) -> float:
+    """Of two products forward and five backward, for each head of the queries: keys may have fewer, which torch's own
+    count refuses before 2.12."""
+    name = str(node.target)
+    backward = "backward" in name
+    first = int(backward and "scaled_dot_product" in name)  # there the gradient comes before
+    q, k, v = (arg.meta["val"].shape for arg in node.args[first : first + 3])
+    wide = 3 * q[-1] + 2 * v[-1] if backward else q[-1] + v[-1]
+    return float(_size(2 * q[:-1].numel() * k[-2] * wide))
 
 
 def _kind(node: fx.Node) -> str:
@@ -260,7 +269,7 @@ def _traffic_bytes(node: fx.Node) -> int:
 
 
 def _is_heavy(node: fx.Node) -> bool:
-    return _formula(node) is not None
+    return _attends(node) or _formula(node) is not None
 
 
 def is_fused(node: fx.Node) -> bool:

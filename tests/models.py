@@ -477,18 +477,19 @@ class Bare(nn.Module):
 
 
 class Flexible(nn.Module):
-    """flex_attention with a mask of blocks and a learned slope, which the body of the op captures."""
+    """flex_attention with a mask of blocks and a learned slope, which the body of the op captures; with heads as wide
+    as a GPU needs them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 12)
-        self.qkv = nn.Linear(12, 36)
+        self.embed = nn.Embedding(VOCABULARY, 32)
+        self.qkv = nn.Linear(32, 96)
         self.slope = nn.Parameter(torch.tensor([0.5, 0.25]))
-        self.head = nn.Linear(12, VOCABULARY)
+        self.head = nn.Linear(32, VOCABULARY)
         self.mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 4, 4, device="cpu")
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.embed(ids)).unflatten(-1, (3, 2, 6)).transpose(1, 3).unbind(2)
+        q, k, v = self.qkv(self.embed(ids)).unflatten(-1, (3, 2, 16)).transpose(1, 3).unbind(2)
         y = flex.flex_attention(q, k, v, lambda s, b, h, i, j: s + self.slope[h] * (j - i), self.mask.to(ids.device))
         return F.cross_entropy(self.head(y.transpose(1, 2).flatten(-2)).flatten(0, 1), labels.flatten())
 

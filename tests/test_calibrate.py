@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardc
 from shardc import trial
 from shardc.calibrate import fitted, summary
 from shardc.links import Device, Link, ring_steps
+from shardc.times import times_us
 from shardc.trace import trace
 from world import run
 
@@ -42,7 +44,7 @@ def test_a_group_of_one_rank_takes_no_time() -> None:
 
 
 def measured(path: str) -> str:
-    trial.PLANS, trial.DIM, trial.VOCAB = trial.PLANS[:1], 64, 256
+    trial.RUNS, trial.DIM, trial.VOCAB = trial.RUNS[:1], 64, 256
     found = shardc.calibrate(shardc.Topology(node=2, gpu=2), sizes=[1 << 12, 1 << 16, 1 << 20], out=path)
     return json.dumps(found.to_dict())
 
@@ -76,21 +78,37 @@ def test_a_job_measures_its_axes_and_all_ranks_have_the_same_numbers(tmp_path: P
 def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:
     links = {
         "node": Link(0.1, 50.0, launch_us=200.0, gather_us_per_mb=2e3, reduce_us_per_mb=3e3),
-        "gpu": Link(1.0, 5.0),
+        "gpu": Link(1.0, 5.0, launch_us=100.0, gather_us_per_mb=500.0, reduce_us_per_mb=1e3, near=True),
     }
-    copies = {"memory": ((1 << 13, 1.0), (1 << 27, 1e5))}
-    device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=2.0, library="gloo", tables=copies)
+    device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=2.0, library="gloo")
     known = shardc.Topology(node=2, gpu=2).with_links(device, **links)
-    programs = [trace(trial._model(), plan, trial._batch(plan, 1), keep=False) for plan in trial._plans(known)]
-    assert len(programs) == 6
-    true = trial._scaled(known, [1.5, 0.8, 2.0])
-    runs = [(program, trial._foretold_s(program, true)) for program in programs]
+    plans = list(trial._plans(known))
+    assert len(plans) == 7
+    programs = [(trace(trial._model(), plan, trial._batch(plan, 1), keep=False), count) for plan, count in plans]
+    true = trial._scaled(known, [1.5, 3.0, 2.0])
+    runs = [(program, count, trial._foretold_s(program, count, true)) for program, count in programs]
     found = trial._scaled(known, trial._factors(known, runs))
 
     def off(topology: shardc.Topology) -> float:
-        return max(abs(trial._foretold_s(program, topology) / took_s - 1) for program, took_s in runs)
+        return max(abs(trial._foretold_s(program, count, topology) / took_s - 1) for program, count, took_s in runs)
 
     assert off(found) < 0.05 < 0.15 < off(known)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), trial.ALONE)
+def test_products_take_what_compute_took(dtype: torch.dtype | None, bits: str) -> None:
+    products = {f"products{bits}": ((10**6, 100.0), (10**9, 1e5)), "memory": ((1 << 13, 1.0), (1 << 27, 1e5))}
+    device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=2.0, library="gloo", tables=products)
+    known = shardc.Topology(gpu=2).with_links(device, gpu=Link(1.0, 5.0))
+    plan = shardc.Plan.ddp(known, param_dtype=dtype)
+    program = trace(trial._model(), plan, trial._batch(plan, 1), keep=False)
+
+    def foretold_s(topology: shardc.Topology) -> float:
+        variants = program.step(3)[2:4]
+        return sum(sum(times_us(program.graph(variant), topology).values()) for variant in variants) / 1e6
+
+    took_s = 1.4 * foretold_s(known)
+    assert foretold_s(trial._pinned(known, bits, program, took_s)) == pytest.approx(took_s, rel=0.05)
 
 
 def test_without_a_process_group_it_says_what_to_do() -> None:

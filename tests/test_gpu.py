@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
@@ -17,7 +18,6 @@ from training import adamw, batch
 
 TOPOLOGY = shardc.Topology(node=1, gpu=1)
 NAMES = ["gpt", "checkpointed gpt", "uneven, tied, frozen, 0-dim, unused", "llama", "flex attention", "branching"]
-STEPS = range(4)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,13 +43,16 @@ def test_models_train_as_without_shardc(name: str) -> None:
     assert too_far(errors_of([Case(name, "zero3", "inductor", 2)], TOPOLOGY)) == {}
 
 
-def scaled_losses(model: nn.Module, autocast: bool) -> list[float]:
-    """float16 with loss scaling; a scale that starts so high that the first steps are skipped."""
-    optimizer, scaler = adamw(model.parameters()), torch.amp.GradScaler("cuda", init_scale=2.0**24)
+def scaled_losses(model: nn.Module, autocast: bool) -> tuple[list[float], float]:
+    """float16 with loss scaling; a scale that starts so high that the first two steps are skipped. And the last one."""
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, backoff_factor=2.0**-15)
+    optimizer = adamw(model.parameters())
     losses = []
-    for step in STEPS:
+    for step in range(8):
+        ids, labels = on_gpu(step)
         with torch.autocast("cuda", torch.float16, enabled=autocast):
-            loss = model(*on_gpu(step))
+            logits = model(ids)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -57,7 +60,7 @@ def scaled_losses(model: nn.Module, autocast: bool) -> list[float]:
         scaler.update()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return losses
+    return losses, scaler.get_scale()
 
 
 def on_gpu(step: int) -> list[Tensor]:
@@ -66,8 +69,9 @@ def on_gpu(step: int) -> list[Tensor]:
 
 def test_float16_with_a_grad_scaler_trains() -> None:
     reference = models.gpt().cuda()
-    expected = scaled_losses(copy.deepcopy(reference), autocast=True)
-    found = scaled_losses(compiled(reference, param_dtype=torch.float16), autocast=False)
+    expected, scale = scaled_losses(copy.deepcopy(reference), autocast=True)
+    found, own_scale = scaled_losses(compiled(reference, param_dtype=torch.float16), autocast=False)
+    assert own_scale == scale == 2.0**10
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
 
 

@@ -167,21 +167,24 @@ def forward(x: f32[1000], w: f32[1000]):
     assert us(text) == {"a": 4.0, "d": 8.0}
 
 
-def test_attention_counts_on_a_cpu_too() -> None:
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_counts_on_a_cpu_too_for_each_head_of_the_queries(kv_heads: int) -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(()))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.scaled_dot_product_attention(x, x, x) * self.scale
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(q * self.scale, k, k, enable_gqa=True)
 
     topology = Topology(gpu=1).with_links(DEVICE, gpu=Link(1.0, 1.0))
-    program = shardc.trace(Attention(), shardc.Plan.ddp(topology), torch.zeros(1, 2, 2048, 64))
-    times = times_us(program.forward, topology)
-    found = [time for node, time in times.items() if "attention" in str(node.target)]
-    two_products = 2 * 2 * 2 * 2048 * 2048 * 64
-    assert found == [two_products / 1e6 * 2]
+    q, k = torch.zeros(1, 4, 8192, 64), torch.zeros(1, kv_heads, 4096, 64)
+    program = shardc.trace(Attention(), shardc.Plan.ddp(topology), q, k, keep=False)
+    product = 2 * 4 * 8192 * 4096 * 64
+    for variant, products in zip(program.step(), (2, 5), strict=True):
+        times = times_us(program.graph(variant), topology)
+        found = [time for node, time in times.items() if "attention" in str(node.target)]
+        assert found == [products * product / 1e6 * 2]
 
 
 # Together
