@@ -205,6 +205,7 @@ def capturing() -> Iterator[None]:
     of it (each is a graph break otherwise, in code that the user does not own), hooks of modules guarded on."""
     from torch._dynamo import config
 
+    methods = {method for method in vars(logging.Logger).values() if callable(method)}  # libraries add some at any time
     if version() < (2, 12):  # it fails to log a configuration that names functions, and says so at every compilation
         logging.getLogger("torch._dynamo.metrics_context").disabled = True
     with config.patch(
@@ -212,14 +213,9 @@ def capturing() -> Iterator[None]:
         accumulated_recompile_limit=1 << 20,
         allow_rnn=True,
         skip_nnmodule_hook_guards=False,
-        ignore_logging_functions=config.ignore_logging_functions | _logging(),
+        ignore_logging_functions=methods | config.ignore_logging_functions,
     ):
         yield
-
-
-@functools.cache
-def _logging() -> frozenset[Any]:
-    return frozenset(method for method in vars(logging.Logger).values() if callable(method))
 
 
 def forget_compiled(function: Any) -> None:

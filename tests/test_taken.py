@@ -10,6 +10,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import shardc
+from passes.accumulate import accumulate
 from passes.memory import last_readers
 from passes.parse import parse
 from passes.partition import partition
@@ -136,6 +137,27 @@ def joint(w: f32[4, 4], x: f32[4, 4], tangents_1: f32[4, 4]):
 """
     assert given_up(joint.format("k")) == ["y"]
     assert given_up(joint.format("y")) == [], "the caller has it as a result"
+
+
+def test_sums_are_written_over_accumulators_unless_gradients_share_their_memory() -> None:
+    class Four(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Parameter(torch.ones(4)) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.a * self.b + self.c + self.d) * x
+
+    params = shardc.trace(Four(), shardc.Plan.ddp(shardc.Topology(gpu=2)), torch.ones(4), keep=False).params
+    graph = parse("""
+def backward(x: f32[4], tangents_1: f32[4]):
+    g = mul.Tensor(tangents_1, x)
+    h = mul.Tensor(g, x)
+    return {'a': g, 'b': h, 'c': g, 'd': tangents_1}
+""")
+    accumulate(graph, params)
+    given_up = {node.name for node in graph.nodes if node.meta.get("given_up")}
+    assert given_up == {"accumulator_b"}, "a and c have one gradient, d has the caller's own"
 
 
 @pytest.mark.slow
