@@ -102,7 +102,8 @@ def _alone(plan: Plan) -> tuple[Program, float]:
 
 
 def _pinned(topology: Topology, bits: str, program: Program, took_s: float) -> Topology:
-    """With products of numbers of so many bits that make what is foretold what it took."""
+    """With products of numbers of so many bits that make what is foretold what it took: the second micro-batch's calls,
+    which add to sums and do not sync."""
     calls = [program.graph(variant) for variant in program.step(3)[2:4]]
 
     def scaled(factor: float) -> Topology:
