@@ -57,6 +57,7 @@ LAYERS, DIM, HEADS, VOCAB, TOKENS = 2, 384, 8, 8192, 128
 ROWS = tuple(1 << i for i in range(8))
 """of a batch, the fewest that are enough"""
 ALONE_ROWS = 2
+"""the same, without hops"""
 BUSY = 1.25
 """times as much as the busiest lane compute has to do: what holds it up is not hidden"""
 WARMUP, STEPS, CALLS = 3, 8, 6
