@@ -14,10 +14,11 @@ from passes.accumulate import accumulate
 from passes.memory import last_readers
 from passes.parse import parse
 from passes.partition import partition
-from passes.regions import regions
+from passes.regions import Region, regions
 from passes.text import to_text
+from shardc._torch import compile_graph
 from shardc.links import Device, Link
-from shardc.lower import Lowering
+from shardc.lower import Lowering, in_aten
 
 TWO_BLOCKS = """
 def forward(x: f32[4, 4], w: f32[4, 4]):
@@ -170,7 +171,7 @@ def test_inductor_writes_into_what_is_taken() -> None:
     c = b @ a
     (found,) = run([x, w])
     torch.testing.assert_close(found, b * c + c)
-    known: dict[str, object] = {}
+    known: dict[str, Region] = {}
     regions(graph, known, last_readers(graph))
     (last,) = (region for region in known.values() if region.name == "region_2")
     lowering = Lowering("inductor", {})
@@ -178,6 +179,18 @@ def test_inductor_writes_into_what_is_taken() -> None:
     d, c = torch.randn(2, 4, 4)
     (e,) = lowering.compiled[last.key]([d, c])
     assert e.data_ptr() in (d.data_ptr(), c.data_ptr())
+
+
+@pytest.mark.slow
+def test_inductors_cache_tells_apart_what_may_be_written_over() -> None:
+    graph = parse(TWO_BLOCKS)
+    for readers in (last_readers(graph), {}, last_readers(graph), {}):
+        known: dict[str, Region] = {}
+        regions(graph, known, readers)
+        (last,) = (region for region in known.values() if region.name == "region_2")
+        d, c = torch.randn(2, 4, 4)
+        (e,) = compile_graph(in_aten(last.graph), last.taken)([d, c])
+        assert (e.data_ptr() in (d.data_ptr(), c.data_ptr())) == bool(readers)
 
 
 @pytest.mark.slow
