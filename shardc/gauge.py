@@ -54,13 +54,19 @@ def gauged(device: torch.device, progress: Say = lambda text: None) -> Device:
 
 
 def slowed(device: Device, factors: Mapping[str, float]) -> Device:
-    """With products of numbers of so many bits ("16", "32") that take so many times as long."""
-    short, long = (factors.get(bits, 1.0) for bits in DTYPES)
+    """With products of numbers of so many bits ("16", "32"), and memory ("memory"), that take so many times as long."""
+    short, long, memory = (factors.get(of, 1.0) for of in (*DTYPES, "memory"))
     tables = {
-        name: tuple((amount, us * factors.get(name[-2:], 1.0)) for amount, us in table)
+        name: tuple((amount, us * factors.get(name if name == "memory" else name[-2:], 1.0)) for amount, us in table)
         for name, table in device.tables.items()
     }
-    return replace(device, tflops=device.tflops / short, slower_fp32=device.slower_fp32 * long / short, tables=tables)
+    return replace(
+        device,
+        tflops=device.tflops / short,
+        slower_fp32=device.slower_fp32 * long / short,
+        memory_gb_per_s=device.memory_gb_per_s / memory,
+        tables=tables,
+    )
 
 
 def _measured(device: torch.device, progress: Say = lambda text: None) -> Device:

@@ -1,20 +1,21 @@
 """Trial: how long compute takes, and what hops take of it, in steps that are really made.
 
-Compute is pinned first: a small model goes forward and backward without hops, in 32 bits and in 16; what that takes,
-its products take. Beside hops in flight it finds its caches cold, threads wake up at the wrong time, and each start
-reads its code from memory again; of that, what is measured in a loop shows little. So the model is then trained under
-a few plans. Three factors make what was foretold of their steps most like what these took: of what a hop takes of
-compute, and of what it takes for each byte, through memory that ranks share and otherwise.
+Compute is pinned first: a small model goes forward and backward without hops, of few rows and of more, in 32 bits and
+in 16; what that takes, its products and its memory take. Beside hops in flight compute finds its caches cold, threads
+wake up at the wrong time, and each start reads its code from memory again; of that, what is measured in a loop shows
+little. So the model is then trained under a few plans. Three factors make what was foretold of their steps most like
+what these took: of what a hop takes of compute, and of what it takes for each byte, through memory that ranks share and
+otherwise.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 
 import torch
@@ -43,6 +44,7 @@ RUNS = (
     (Plan.zero3, 1),
     (Plan.hsdp, 1),
     (partial(Plan.paro, letters="IIG"), 1),
+    (partial(Plan.paro, letters="IIG"), 4),
     (partial(Plan.paro, letters="NIG"), 1),
     (partial(Plan.paro, letters="NIG"), 4),
     (_narrow, 1),
@@ -50,81 +52,73 @@ RUNS = (
 )
 """Plans, and micro-batches: gathers that are relayed and some that are not, reductions and all-reduces, many bytes and
 few, between hosts and inside of them."""
-ALONE = ((None, "32"), (torch.bfloat16, "16"))
-"""What compute is in, and the numbers of which products take longer then."""
 LAYERS, DIM, HEADS, VOCAB, TOKENS = 2, 384, 8, 8192, 128
 """of a model that has half of its parameters in one matrix, as small language models do"""
-ROWS = tuple(1 << i for i in range(8))
-"""of a batch, the fewest that are enough"""
-ALONE_ROWS = 2
-"""the same, without hops"""
+ROWS = (1, 4)
+"""of a batch, the fewest that are enough; of more, compute without hops has not been pinned"""
+ALONE = tuple(product((None, torch.bfloat16), ROWS))
+"""What compute is in, and rows."""
 BUSY = 1.25
 """times as much as the busiest lane compute has to do: what holds it up is not hidden"""
-WARMUP, STEPS, CALLS = 3, 8, 6
-FACTORS = 3
-FIRM = 0.08
-"""A factor of 2 is as unlikely as a step that takes so much longer than foretold."""
+WARMUP, STEPS, CALLS = 3, 8, 12
+COMPUTE = ("32", "16", "memory")
+"""what is pinned, as `shardc.gauge.slowed` names it"""
+FIRM = {"compute": 0.02, "hops": 0.08}
+"""A factor of 2 is as unlikely as what takes so much longer than foretold."""
 LEAST = 0.5
 """that a factor may be"""
 
 
 Run = tuple[Program, int, float]
-"""A program, the micro-batches of its step, and the seconds that it took."""
+"""A program, the micro-batches of its step (0: a forward and a backward without hops), and the seconds that it took."""
 
 
 def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
     """The topology with compute and factors as they were in training. All ranks call it together, with the same
     numbers; what it returns to the first one counts."""
-    for dtype, bits in ALONE:
-        progress(f"running a small model in {bits}-bit numbers, without hops")
-        topology = _pinned(topology, bits, *_alone(Plan.ddp(topology, param_dtype=dtype)))
-    runs = []
+    alone, runs = [], []
+    for dtype, rows in ALONE:
+        progress(f"running a small model on {rows} rows of {'32' if dtype is None else '16'}-bit numbers, without hops")
+        alone.append(_alone(Plan.ddp(topology, param_dtype=dtype), rows))
+    topology = fitted(alone, partial(_pinned, topology), len(COMPUTE), FIRM["compute"])
     for plan, micro_batches in _plans(topology):
         progress(f"training a small model, {micro_batches} micro-batches: {plan}")
         runs.append(_trained(plan, _rows(plan, micro_batches), micro_batches))
-    if dist.get_rank() == 0 and runs:
-        return _scaled(topology, _factors(topology, runs))
-    return topology
+    return fitted(runs, partial(_scaled, topology), 3, FIRM["hops"])
 
 
-def _alone(plan: Plan) -> tuple[Program, float]:
-    """The program, and the seconds of a forward and a backward without hops, until all ranks have made them."""
+def fitted(runs: Sequence[Run], scaled: Callable[[Sequence[float]], Topology], count: int, firm: float) -> Topology:
+    """With the factors, `count` of them, that make what is foretold of runs most like what they took: by least squares
+    of what they take longer, relative to what they take."""
+    before = scaled([1.0] * count)
+    doubled = [scaled(factors) for factors in (1.0 + torch.eye(count)).tolist()]
+    rows = []
+    for program, micro_batches, took_s in runs:
+        once_s, *twice_s = (_foretold_s(program, micro_batches, it) for it in (before, *doubled))
+        rows.append([(s - once_s) / took_s for s in (*twice_s, took_s)])
+    firmly = [[firm * float(i == j) for j in range(count)] + [0.0] for i in range(count)]
+    of = torch.tensor([*rows, *firmly], dtype=torch.float64)
+    return scaled([max(LEAST, 1.0 + x) for x in torch.linalg.lstsq(of[:, :-1], of[:, -1:]).solution[:, 0].tolist()])
+
+
+def _alone(plan: Plan, rows: int) -> Run:
+    """The seconds are of a forward and a backward without hops, until all ranks have made them."""
     model = compile(_model(), plan, progress=lambda text: None)
-    x, seconds = _batch(plan, ALONE_ROWS), []
+    x, seconds, calls = _batch(plan, rows), [], CALLS // rows
     for _ in range(1 + STEPS):
         dist.barrier()
         began = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             with model.no_sync():
                 model(x).square().mean().backward()
         dist.barrier()
-        seconds.append((time.perf_counter() - began) / CALLS)
-    return programs(model)[0], _slowest(seconds[1:])
+        seconds.append((time.perf_counter() - began) / calls)
+    return programs(model)[0], 0, _slowest(seconds[1:])
 
 
-def _pinned(topology: Topology, bits: str, program: Program, took_s: float) -> Topology:
-    """With products of numbers of so many bits that make what is foretold what it took: the second micro-batch's calls,
-    which add to sums and do not sync."""
-    calls = [program.graph(variant) for variant in program.step(3)[2:4]]
-
-    def scaled(factor: float) -> Topology:
-        device = slowed(topology.computes, {bits: factor})
-        return topology.with_links(device, **dict(topology.links)).with_flat(dict(topology.flat))
-
-    once_s, twice_s = (sum(sum(times_us(it, scaled(f)).values()) for it in calls) / 1e6 for f in (1.0, 2.0))
-    return scaled(max(LEAST, 1.0 + (took_s - once_s) / (twice_s - once_s)))
-
-
-def _factors(topology: Topology, runs: Sequence[Run]) -> list[float]:
-    """By least squares of what steps take longer than foretold, relative to what they take."""
-    rows = []
-    for program, micro_batches, took_s in runs:
-        scaled = (_scaled(topology, twice) for twice in (1.0 + torch.eye(FACTORS)).tolist())
-        once_s, *twice_s = (_foretold_s(program, micro_batches, it) for it in (topology, *scaled))
-        rows.append([(s - once_s) / took_s for s in (*twice_s, took_s)])
-    firm = [[FIRM * float(i == j) for j in range(FACTORS)] + [0.0] for i in range(FACTORS)]
-    of = torch.tensor([*rows, *firm], dtype=torch.float64)
-    return [max(LEAST, 1.0 + x) for x in torch.linalg.lstsq(of[:, :-1], of[:, -1:]).solution[:, 0].tolist()]
+def _pinned(topology: Topology, factors: Sequence[float]) -> Topology:
+    device = slowed(topology.computes, dict(zip(COMPUTE, factors, strict=True)))
+    return topology.with_links(device, **dict(topology.links)).with_flat(dict(topology.flat))
 
 
 def _plans(topology: Topology) -> Iterator[tuple[Plan, int]]:
@@ -182,9 +176,12 @@ def _slowest(seconds: Sequence[float]) -> float:
 
 
 def _foretold_s(program: Program, micro_batches: int, topology: Topology) -> float:
-    """Of the same graphs."""
+    """Of the same graphs. Without hops, of the second micro-batch's calls, which add to sums and do not sync."""
     there = replace(program, plan=replace(program.plan, topology=topology), pace={})
-    return predicted(there, micro_batches).step_us / 1e6
+    if micro_batches:
+        return predicted(there, micro_batches).step_us / 1e6
+    calls = [program.graph(variant) for variant in program.step(3)[2:4]]
+    return sum(sum(times_us(graph, topology).values()) for graph in calls) / 1e6
 
 
 def _scaled(topology: Topology, factors: Sequence[float]) -> Topology:

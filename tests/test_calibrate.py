@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 import shardc
 from shardc import trial
 from shardc.calibrate import fitted, summary
 from shardc.links import Device, Link, ring_steps
-from shardc.times import times_us
 from shardc.trace import trace
 from world import run
 
@@ -83,11 +82,11 @@ def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:
     device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=2.0, library="gloo")
     known = shardc.Topology(node=2, gpu=2).with_links(device, **links)
     plans = list(trial._plans(known))
-    assert len(plans) == 7
+    assert len(plans) == 8
     programs = [(trace(trial._model(), plan, trial._batch(plan, 1), keep=False), count) for plan, count in plans]
     true = trial._scaled(known, [1.5, 3.0, 2.0])
     runs = [(program, count, trial._foretold_s(program, count, true)) for program, count in programs]
-    found = trial._scaled(known, trial._factors(known, runs))
+    found = trial.fitted(runs, partial(trial._scaled, known), 3, trial.FIRM["hops"])
 
     def off(topology: shardc.Topology) -> float:
         return max(abs(trial._foretold_s(program, count, topology) / took_s - 1) for program, count, took_s in runs)
@@ -95,20 +94,21 @@ def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:
     assert off(found) < 0.05 < 0.15 < off(known)
 
 
-@pytest.mark.parametrize(("dtype", "bits"), trial.ALONE)
-def test_products_take_what_compute_took(dtype: torch.dtype | None, bits: str) -> None:
-    products = {f"products{bits}": ((10**6, 100.0), (10**9, 1e5)), "memory": ((1 << 13, 1.0), (1 << 27, 1e5))}
-    device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=2.0, library="gloo", tables=products)
+def test_products_and_memory_take_what_compute_took() -> None:
+    tables = {f"products{bits}": ((10**6, 100.0), (10**9, 1e5)) for bits in ("16", "32")}
+    tables["memory"] = ((1 << 13, 1.0), (1 << 27, 1e5))
+    device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=2.0, library="gloo", tables=tables)
     known = shardc.Topology(gpu=2).with_links(device, gpu=Link(1.0, 5.0))
-    plan = shardc.Plan.ddp(known, param_dtype=dtype)
-    program = trace(trial._model(), plan, trial._batch(plan, 1), keep=False)
-
-    def foretold_s(topology: shardc.Topology) -> float:
-        variants = program.step(3)[2:4]
-        return sum(sum(times_us(program.graph(variant), topology).values()) for variant in variants) / 1e6
-
-    took_s = 1.4 * foretold_s(known)
-    assert foretold_s(trial._pinned(known, bits, program, took_s)) == pytest.approx(took_s, rel=0.05)
+    pinned = partial(trial._pinned, known)
+    true, runs = pinned([1.4, 1.8, 1.6]), []
+    for dtype, rows in trial.ALONE:
+        plan = shardc.Plan.ddp(known, param_dtype=dtype)
+        program = trace(trial._model(), plan, trial._batch(plan, rows), keep=False)
+        runs.append((program, 0, trial._foretold_s(program, 0, true)))
+    found = trial.fitted(runs, pinned, len(trial.COMPUTE), trial.FIRM["compute"])
+    for program, _, took_s in runs:
+        assert trial._foretold_s(program, 0, found) == pytest.approx(took_s, rel=0.05)
+        assert trial._foretold_s(program, 0, known) < 0.8 * took_s
 
 
 def test_without_a_process_group_it_says_what_to_do() -> None:
