@@ -28,6 +28,7 @@ import torch.distributed as dist
 from passes import ops
 from passes.errors import Error
 from shardc.gauge import BATCHES, Say, end, gauged, rising
+from shardc.heap import keep_freed
 from shardc.lanes import Lane
 from shardc.links import Link, Table, ring_steps
 from shardc.near import near
@@ -65,6 +66,8 @@ def calibrate(
 def one_by_one(topology: Topology, sizes: Sequence[int], progress: Say = lambda text: None) -> Topology:
     """Each link, and the device, while nothing else goes on. It raises, and is called, as `calibrate`."""
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in _backend() else torch.device("cpu")
+    if device.type == "cpu":
+        keep_freed()
     mesh = topology.mesh(device.type)
     groups = {axis: mesh.get_group(axis) for axis, _ in topology.inner}
     groups |= {axes: topology.flat_group(axes) for axes in topology.neighbours()}

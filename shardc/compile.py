@@ -29,6 +29,7 @@ from shardc.agree import agree
 from shardc.breaks import captured_call
 from shardc.capture import Captured, capture, own_code
 from shardc.check import check_inputs, check_model, check_result
+from shardc.heap import keep_freed
 from shardc.lower import Lowering, check_backend
 from shardc.measure import check_measurable
 from shardc.measure import measure as measure_regions
@@ -133,6 +134,8 @@ def compile(
     if measure:
         check_measurable(plan.topology, backend)
     device = _device()
+    if device.type == "cpu":
+        keep_freed()
     parameters = named(model)
     params = params_of(plan, parameters)
     agree("plan and model", _description(plan, backend, parameters), timeout_s)

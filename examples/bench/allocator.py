@@ -50,13 +50,6 @@ def _grown_on_cpu(run: Callable[[], object]) -> int:
 
 LIBC = ctypes.CDLL("libc.so.6")
 LIBC.mallinfo2.restype = _Info
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-
-
-def keep() -> None:
-    """From here on the C library's allocator gives nothing back to the system, as a GPU's does not."""
-    if not all(LIBC.mallopt(option, 2**31 - 1) for option in (TRIM_THRESHOLD, MMAP_THRESHOLD)):
-        raise OSError("mallopt has refused")
 
 
 def given_out() -> int:

@@ -41,13 +41,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from allocator import grown, keep
+from allocator import grown
 from fsdp2 import sharded_by_fsdp2
 from llama import Config, Llama
 
 import shardc
 from shardc.cost import by_axis, step_bytes
 from shardc.emulate import World, emulate
+from shardc.heap import keep_freed
 from shardc.links import Device, Link
 from shardc.measure import measure
 from shardc.model import runtime_of
@@ -174,7 +175,7 @@ class Host:
 
 def serve(pipe: Any, make: Callable[[Row, World], System], row: Row) -> None:
     torch.set_num_threads(1)
-    keep()
+    keep_freed()
     with emulate(row.topology, DEVICE) as world:
         system = make(row, world)
         gc.disable()

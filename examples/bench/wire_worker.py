@@ -29,6 +29,7 @@ import shardc
 from passes import ops
 from passes.order import Orders
 from shardc.cost import crossing, step_bytes
+from shardc.heap import keep_freed
 from shardc.near import held_bytes, is_shared
 from shardc.predict import predicted
 from shardc.program import Program, Variant
@@ -46,6 +47,7 @@ Result = dict[str, Any]
 def work(task: Task, out: Path) -> None:
     """The result of a task, written by the first rank."""
     torch.set_num_threads(1)
+    keep_freed()  # for baselines, too
     result = _job(task.row)(task)
     if not dist.is_initialized() or dist.get_rank() == 0:
         out.write_text(json.dumps(result))
