@@ -33,7 +33,7 @@ from shardc.lanes import Lane
 from shardc.links import Link, Table, ring_steps
 from shardc.near import near
 from shardc.topology import Topology
-from shardc.trial import tried
+from shardc.trial import of_rank_0, tried
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 SIZES = tuple(1 << n for n in range(12, 27, 2))
@@ -57,7 +57,7 @@ def calibrate(
     """
     topology = one_by_one(Topology.from_torchrun() if topology is None else topology, sizes, progress)
     if topology.computes.library and topology.world > 1:
-        topology = _of_rank_0(tried(topology, progress))
+        topology = tried(topology, progress)
     if out is not None and dist.get_rank() == 0:
         topology.save(out)
     return topology
@@ -73,7 +73,7 @@ def one_by_one(topology: Topology, sizes: Sequence[int], progress: Say = lambda 
     groups |= {axes: topology.flat_group(axes) for axes in topology.neighbours()}
     links = {axes: _measured(group, sizes, device, progress) for axes, group in groups.items()}
     flat = {axes: links.pop(axes) for axes in topology.neighbours()}
-    return _of_rank_0(topology.with_links(gauged(device, progress), **links).with_flat(flat))
+    return of_rank_0(topology.with_links(gauged(device, progress), **links).with_flat(flat))
 
 
 def _backend() -> str:
@@ -237,13 +237,6 @@ def _taken_us(lane: Lane, hop: ops.Hop, x: torch.Tensor, a: torch.Tensor, us: fl
     if threads and share < OWN:
         took += all_ended - all_began - (ended - began)
     return took / share / 1e3
-
-
-def _of_rank_0(topology: Topology) -> Topology:
-    """Ranks go by the same numbers."""
-    saved = [topology.to_dict()]
-    dist.broadcast_object_list(saved, src=0)
-    return Topology.from_dict(saved[0])
 
 
 # The command

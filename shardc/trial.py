@@ -63,6 +63,8 @@ BUSY = 1.25
 WARMUP, STEPS, CALLS = 3, 8, 12
 COMPUTE = ("32", "16", "memory")
 """what is pinned, as `shardc.gauge.slowed` names it"""
+HOPS = ("hop", "near byte", "far byte")
+"""what compute is taken by, as `_with_overheads` has it"""
 FIRM = {"compute": 0.02, "hops": 0.08}
 """A factor of 2 is as unlikely as what takes so much longer than foretold."""
 LEAST = 0.5
@@ -75,16 +77,23 @@ Run = tuple[Program, int, float]
 
 def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
     """The topology with compute and factors as they were in training. All ranks call it together, with the same
-    numbers; what it returns to the first one counts."""
+    numbers, and have the same when it returns."""
     alone, runs = [], []
     for dtype, rows in ALONE:
         progress(f"running a small model on {rows} rows of {'32' if dtype is None else '16'}-bit numbers, without hops")
         alone.append(_alone(Plan.ddp(topology, param_dtype=dtype), rows))
-    topology = fitted(alone, partial(_pinned, topology), len(COMPUTE), FIRM["compute"])
+    topology = of_rank_0(fitted(alone, partial(_pinned, topology), len(COMPUTE), FIRM["compute"]))
     for plan, micro_batches in _plans(topology):
         progress(f"training a small model, {micro_batches} micro-batches: {plan}")
         runs.append(_trained(plan, _rows(plan, micro_batches), micro_batches))
-    return fitted(runs, partial(_scaled, topology), 3, FIRM["hops"])
+    return of_rank_0(fitted(runs, partial(_scaled, topology), len(HOPS), FIRM["hops"]))
+
+
+def of_rank_0(topology: Topology) -> Topology:
+    """Ranks go by the same numbers: what each of them fits to what all have measured may differ in the last digit."""
+    saved = [topology.to_dict()]
+    dist.broadcast_object_list(saved, src=0)
+    return Topology.from_dict(saved[0])
 
 
 def fitted(runs: Sequence[Run], scaled: Callable[[Sequence[float]], Topology], count: int, firm: float) -> Topology:

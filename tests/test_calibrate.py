@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def test_a_group_of_one_rank_takes_no_time() -> None:
 
 def measured(path: str) -> str:
     trial.RUNS, trial.DIM, trial.VOCAB = trial.RUNS[:1], 64, 256
+    slowest, shift = trial._slowest, 1.0 + 0.01 * int(os.environ["RANK"])  # as if their arithmetic was not the same
+    trial._slowest = lambda seconds: shift * slowest(seconds)
     found = shardc.calibrate(shardc.Topology(node=2, gpu=2), sizes=[1 << 12, 1 << 16, 1 << 20], out=path)
     return json.dumps(found.to_dict())
 
@@ -86,7 +89,7 @@ def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:
     programs = [(trace(trial._model(), plan, trial._batch(plan, 1), keep=False), count) for plan, count in plans]
     true = trial._scaled(known, [1.5, 3.0, 2.0])
     runs = [(program, count, trial._foretold_s(program, count, true)) for program, count in programs]
-    found = trial.fitted(runs, partial(trial._scaled, known), 3, trial.FIRM["hops"])
+    found = trial.fitted(runs, partial(trial._scaled, known), len(trial.HOPS), trial.FIRM["hops"])
 
     def off(topology: shardc.Topology) -> float:
         return max(abs(trial._foretold_s(program, count, topology) / took_s - 1) for program, count, took_s in runs)
