@@ -2,7 +2,9 @@
 
 glibc gives large values back to the system as they are freed, and the system clears each page again when the next step
 touches it: thousands of faults a step, for a tenth of its time where ranks gather and reduce on CPUs. Memory of GPUs
-stays with torch's allocator in the same way.
+stays with torch's allocator in the same way. The price is that memory stays resident that was needed for a moment, and
+gaps between what lives: a full state dict of 192 MiB on rank 0, of parameters of 4 MiB, took 267 MiB, where it takes
+less than 227 if freed pages return.
 """
 
 from __future__ import annotations

@@ -256,8 +256,8 @@ def wide() -> nn.Module:
 
 def peaks(directory: str) -> tuple[int, int]:
     """Of loading a shard, and of gathering the full state dict on rank 0."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # freed pages return
     get_model_state_dict(compiled(ZERO3, lambda: models.Wide(8, 2)), options=FULL)
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # freed pages return, which they do not where models are compiled
     model = compiled(ZERO3, lambda: on_meta(wide), weights=directory)
     return (
         peak_mib(lambda: compiled(ZERO3, lambda: on_meta(wide), weights=directory)),
