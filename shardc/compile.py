@@ -126,7 +126,8 @@ def compile(
     on the device once, and schedule by that (the plan's topology has to say how fast its axes are). timeout_s: how long
     ranks wait for each other when they compare plan and program. progress: called with a line of text as compilation
     goes on (default: rank 0 writes to stderr).
-    Raises `shardc.Error` for a plan that does not fit the model or the process group, and where ranks disagree.
+    Raises `shardc.Error` for a plan that does not fit the model or the process group, and where ranks disagree. On CPUs
+    the process keeps from then on what it frees (`shardc.heap`).
     """
     _torch.check_version()
     check_model(model)

@@ -82,11 +82,11 @@ def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
     for dtype, rows in ALONE:
         progress(f"running a small model on {rows} rows of {'32' if dtype is None else '16'}-bit numbers, without hops")
         alone.append(_alone(Plan.ddp(topology, param_dtype=dtype), rows))
-    topology = of_rank_0(fitted(alone, partial(_pinned, topology), len(COMPUTE), FIRM["compute"]))
+    topology = of_rank_0(refitted(alone, partial(_pinned, topology), len(COMPUTE), FIRM["compute"]))
     for plan, micro_batches in _plans(topology):
         progress(f"training a small model, {micro_batches} micro-batches: {plan}")
         runs.append(_trained(plan, _rows(plan, micro_batches), micro_batches))
-    return of_rank_0(fitted(runs, partial(_scaled, topology), len(HOPS), FIRM["hops"]))
+    return of_rank_0(refitted(runs, partial(_scaled, topology), len(HOPS), FIRM["hops"]))
 
 
 def of_rank_0(topology: Topology) -> Topology:
@@ -96,9 +96,9 @@ def of_rank_0(topology: Topology) -> Topology:
     return Topology.from_dict(saved[0])
 
 
-def fitted(runs: Sequence[Run], scaled: Callable[[Sequence[float]], Topology], count: int, firm: float) -> Topology:
-    """With the factors, `count` of them, that make what is foretold of runs most like what they took: by least squares
-    of what they take longer, relative to what they take."""
+def refitted(runs: Sequence[Run], scaled: Callable[[Sequence[float]], Topology], count: int, firm: float) -> Topology:
+    """What `scaled` makes of the factors, `count` of them, with which what is foretold of runs is most like what they
+    took: by least squares of what they take longer, relative to what they take."""
     before = scaled([1.0] * count)
     doubled = [scaled(factors) for factors in (1.0 + torch.eye(count)).tolist()]
     rows = []

@@ -89,7 +89,7 @@ def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:
     programs = [(trace(trial._model(), plan, trial._batch(plan, 1), keep=False), count) for plan, count in plans]
     true = trial._scaled(known, [1.5, 3.0, 2.0])
     runs = [(program, count, trial._foretold_s(program, count, true)) for program, count in programs]
-    found = trial.fitted(runs, partial(trial._scaled, known), len(trial.HOPS), trial.FIRM["hops"])
+    found = trial.refitted(runs, partial(trial._scaled, known), len(trial.HOPS), trial.FIRM["hops"])
 
     def off(topology: shardc.Topology) -> float:
         return max(abs(trial._foretold_s(program, count, topology) / took_s - 1) for program, count, took_s in runs)
@@ -108,7 +108,7 @@ def test_products_and_memory_take_what_compute_took() -> None:
         plan = shardc.Plan.ddp(known, param_dtype=dtype)
         program = trace(trial._model(), plan, trial._batch(plan, rows), keep=False)
         runs.append((program, 0, trial._foretold_s(program, 0, true)))
-    found = trial.fitted(runs, pinned, len(trial.COMPUTE), trial.FIRM["compute"])
+    found = trial.refitted(runs, pinned, len(trial.COMPUTE), trial.FIRM["compute"])
     for program, _, took_s in runs:
         assert trial._foretold_s(program, 0, found) == pytest.approx(took_s, rel=0.05)
         assert trial._foretold_s(program, 0, known) < 0.8 * took_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from passes.turn import from_params
 from shardc import near
 from shardc.testing import assert_collectives
 from training import LIMIT, batch, error
-from world import run
+from world import pages_return_when_freed, run
 
 TOPOLOGY = shardc.Topology(node=2, gpu=2)
 PLANS = plans_of(TOPOLOGY)
@@ -193,12 +192,6 @@ def growth_mib() -> int:
     before = mib()
     step(quietly(on_meta(lambda: models.Wide(2048, 25)), ZERO3), 2048)
     return mib() - before - (near.held_bytes() >> 20)  # others have as much
-
-
-def pages_return_when_freed() -> None:
-    """Otherwise glibc keeps them for later, and the peak says little about what was alive."""
-    mmap_threshold = -3
-    ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
 
 
 def step(model: nn.Module, width: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ import models
 import shardc
 from loops import update
 from training import adamw
-from world import run
+from world import pages_return_when_freed, run
 
 TOPOLOGY = shardc.Topology(node=2, gpu=2)
 IIG, ZERO3 = shardc.Plan.paro(TOPOLOGY, "IIG"), shardc.Plan.zero3(TOPOLOGY)
@@ -257,7 +256,7 @@ def wide() -> nn.Module:
 def peaks(directory: str) -> tuple[int, int]:
     """Of loading a shard, and of gathering the full state dict on rank 0."""
     get_model_state_dict(compiled(ZERO3, lambda: models.Wide(8, 2)), options=FULL)
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # freed pages return, which they do not where models are compiled
+    pages_return_when_freed()
     model = compiled(ZERO3, lambda: on_meta(wide), weights=directory)
     return (
         peak_mib(lambda: compiled(ZERO3, lambda: on_meta(wide), weights=directory)),

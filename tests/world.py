@@ -12,6 +12,7 @@ second. The function is a module's (it is pickled by name), and what it returns 
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -25,6 +26,8 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from shardc.heap import MMAP_THRESHOLD
 
 PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd", "shardc"]
 _ENV = {
@@ -151,3 +154,9 @@ def _report(failures: dict[int, str], missing: list[int], timeout_s: float) -> s
     if missing:
         lines.append(f"ranks {missing} did not finish" + ("" if failures else f" within {timeout_s:.0f} s"))
     return "\n".join(lines)
+
+
+def pages_return_when_freed() -> None:
+    """In this process, where a model has been compiled: otherwise glibc keeps them for later, and resident memory says
+    little about what was alive."""
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 20)
