@@ -10,7 +10,7 @@ import operator
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -235,6 +235,12 @@ def weak_backend(method: Callable[..., Any]) -> Callable[..., Any]:
         return alive()(module, inputs)  # type: ignore[misc]
 
     return backend
+
+
+def unguarded(ids: Iterable[int]) -> dict[str, Any]:
+    """Options of torch.compile: no guards on these objects."""
+    known = frozenset(ids)  # not what they were taken from: Dynamo keeps options as long as it keeps programs
+    return {"guard_filter_fn": lambda guards: [not guard.has_value or id(guard.value) not in known for guard in guards]}
 
 
 @contextlib.contextmanager

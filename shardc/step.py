@@ -231,8 +231,8 @@ class Runtime:
             self.syncing = before
 
     @contextmanager
-    def hollowed(self, slots: Sequence[tuple[dict[str, Any], str, Sharded]]) -> Iterator[None]:
-        """The model with hollow parameters in the place of its own."""
+    def hollowed(self, slots: Sequence[tuple[dict[str, Any], str, Sharded]]) -> Iterator[tuple[bool, ...]]:
+        """The model with hollow parameters in the place of its own; which of these are trained."""
         for owner, key, p in slots:
             if owner.get(key) is not p.tensor:
                 raise _replaced(p)
@@ -242,7 +242,7 @@ class Runtime:
                     p.hollow.requires_grad_(p.tensor.requires_grad)
                 owner[key] = p.hollow
         try:
-            yield
+            yield tuple(p.hollow.requires_grad for _, _, p in slots)
         finally:
             for owner, key, p in slots:
                 owner[key] = p.tensor

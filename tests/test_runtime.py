@@ -450,6 +450,22 @@ def test_frozen_parameters_rest_once_and_stay() -> None:
     run(freeze_some, 4)
 
 
+def freeze_and_thaw() -> None:
+    pair = Pair(plan())
+    for trained in (True, False, True, False):
+        for model in pair.both:
+            model.get_parameter("up.weight").requires_grad_(trained)
+        pair.micro_batch()
+        pair.check_grads()
+        for model in pair.both:
+            model.zero_grad()
+    assert len(shardc.programs(pair.model)) == 2
+
+
+def test_a_parameter_that_freezes_and_thaws_has_one_program_for_either() -> None:
+    run(freeze_and_thaw, 4)
+
+
 def look_in_between() -> None:
     pair = Pair(plan())
     optimizers = pair.optimizers()
