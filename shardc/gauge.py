@@ -1,8 +1,9 @@
 """Gauge: how fast a rank's device computes, measured while all ranks do the same.
 
-Matrix products, attention and copies of a few sizes go into tables. In a model they take longer than one after another
-in a loop: caches are cold, and compiled code has more to do between them. So a block of a transformer is compiled and
-run, and what it takes beyond what the tables say of it goes into those of products and attention.
+Matrix products, attention, copies and messages of quantized numbers, of a few sizes, go into tables. In a model they
+take longer than one after another in a loop: caches are cold, and compiled code has more to do between them. So a block
+of a transformer is compiled and run, and what it takes beyond what the tables say of it goes into those of products and
+attention.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from passes.wire import quantized, restored
 from shardc.links import Device, Link, Table
-from shardc.plan import Plan
+from shardc.plan import WIRE_BLOCK, Plan
 from shardc.times import times_us
 from shardc.topology import Topology
 from shardc.trace import trace
@@ -35,6 +37,9 @@ ATTENDED = {"cuda": ((16, 128), (512, 1024, 2048, 4096, 8192)), "cpu": ((8, 64),
 """Heads and their dim, and the lengths of sequences that attend to themselves, each token to those before."""
 COPIED_BYTES = {"cuda": range(16, 31, 2), "cpu": range(13, 28, 2)}
 """powers of 2"""
+QUANTIZED = {"cuda": (20, 26), "cpu": (16, 22)}
+"""powers of 2, of elements"""
+WIRES = ("int8", "int4", "fp8")
 BLOCKS = {"cuda": (4096, 32, 4096), "cpu": (512, 8, 128)}
 """Dim and heads of a block, and the tokens that go through it."""
 TURN = 0.2
@@ -78,6 +83,9 @@ def _measured(device: torch.device, progress: Say = lambda text: None) -> Device
     tflops, fp32_tflops, gb_per_s = (table[-1][0] / table[-1][1] / 1e6 for table in tables.values())
     for bits, dtype in DTYPES.items():
         tables[f"attention{bits}"], tables[f"attention backward{bits}"] = _attention(dtype, device)
+    for wire in WIRES:
+        progress(f"measuring how fast {wire} is made on {device}")
+        tables[f"quantize {wire}"], tables[f"dequantize {wire}"] = _quantized(wire, device)
     library = "gloo" if dist.is_initialized() and dist.get_backend() == "gloo" else ""
     return Device(_name(device), tflops, 1e3 * gb_per_s, _memory_gb(device), 1.0, tflops / fp32_tflops, library, tables)
 
@@ -111,6 +119,19 @@ def _copies(device: torch.device) -> Table:
         x = torch.zeros(1 << power, dtype=torch.uint8, device=device)
         points.append((2 << power, repeated_us(partial(torch.empty_like(x).copy_, x), device)))
     return rising(points)
+
+
+def _quantized(wire: str, device: torch.device) -> tuple[Table, Table]:
+    """To messages and back, compiled."""
+    there, back = [], []
+    for power in QUANTIZED[device.type]:
+        x = torch.randn(1 << power, device=device)
+        message = quantized(x, wire, WIRE_BLOCK, 1)
+        to = torch.compile(partial(quantized, wire=wire, block=WIRE_BLOCK, pieces=1), dynamic=False)
+        of = torch.compile(partial(restored, wire=wire, block=WIRE_BLOCK, shape=x.shape, dtype=x.dtype), dynamic=False)
+        there.append((1 << power, repeated_us(partial(to, x), device)))
+        back.append((1 << power, repeated_us(partial(of, message), device)))
+    return rising(there), rising(back)
 
 
 def rising(points: Iterable[tuple[int, float]]) -> Table:

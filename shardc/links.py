@@ -116,7 +116,11 @@ class Device:
     """what moves bytes between such devices, where that matters ("gloo")"""
     tables: Mapping[str, Table] = field(default_factory=dict, hash=False)
     """of "products16" and "products32", "attention16" and the like, "attention backward16" and the like, by operations,
-    and of "memory", by bytes read and written; where there is one, it counts and the rates do not"""
+    of "quantize int8" and the like, "dequantize int8" and the like, by elements, and of "memory", by bytes read and
+    written; where there is one, it counts and the rates do not"""
+    launch_us: float = 0.0
+    """for which a host that computes is busy with calling a product, and what is fused around it; 0 where the host runs
+    ahead, as of a GPU"""
 
     def __post_init__(self) -> None:
         _check(self.tables)
@@ -129,6 +133,12 @@ class Device:
         if table := self.tables.get(kind + bits) or self.tables.get("products" + bits):
             return _interpolated(table, operations)
         return operations * (1.0 if short else self.slower_fp32) / self.tflops / self.efficiency / 1e6
+
+    def quantized_us(self, elements: float, kind: str) -> float:
+        """Of making messages of so many numbers ("quantize int8"), or numbers of messages ("dequantize int4"), where
+        that was measured; else nothing but what reading and writing takes."""
+        table = self.tables.get(kind)
+        return _interpolated(table, elements) if table else 0.0
 
     def memory_us(self, moved_bytes: float) -> float:
         """Of reading and writing so many bytes in all."""

@@ -1,8 +1,8 @@
 """Times: how long the nodes of a graph take, on a topology that says how fast its axes and devices are.
 
 Of a hop, what its link says. Of compute, a roofline: a matrix product takes as long as its operations or as the bytes
-that it reads and writes; other ops are fused, and cost what they read that no fused op has made, and what they write
-for others than fused ops.
+that it reads and writes, behind what calling it takes of a host that computes; other ops are fused, and cost what they
+read that no fused op has made, and what they write for others than fused ops. Quantizing has its own rates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.utils.flop_counter import flop_registry
 from passes import ops
 from passes.regions import is_view
 from passes.text import value_of
-from shardc.links import Link
+from passes.wire import dequantize, lost, quantize
+from shardc.links import Device, Link
 from shardc.topology import Topology
 
 Times = Mapping[fx.Node, float]
@@ -213,7 +214,17 @@ def _node_us(node: fx.Node, topology: Topology) -> float:
     if node.op != "call_function" or is_view(node):
         return 0.0
     product_us = device.product_us(_flops(node), _itemsize(node), _kind(node))
-    return max(product_us, device.memory_us(_traffic_bytes(node)))
+    takes_us = max(product_us, _quantized_us(node, device), device.memory_us(_traffic_bytes(node)))
+    return takes_us + (device.launch_us if _is_heavy(node) else 0.0)
+
+
+def _quantized_us(node: fx.Node, device: Device) -> float:
+    """Of making messages, or values of them; of what messages lack, both."""
+    if node.target not in (quantize, dequantize, lost):
+        return 0.0
+    kinds = {quantize: ["quantize"], dequantize: ["dequantize"], lost: ["quantize", "dequantize"]}[node.target]
+    value = node.args[0] if node.target is quantize else node
+    return sum(device.quantized_us(_size(value.meta["val"].numel()), f"{kind} {node.args[1]}") for kind in kinds)
 
 
 def _waited_for(wait: fx.Node) -> Iterator[fx.Node]:

@@ -1,11 +1,11 @@
 """Trial: how long compute takes, and what hops take of it, in steps that are really made.
 
-Compute is pinned first: a small model goes forward and backward without hops, of few rows and of more, in 32 bits and
-in 16; what that takes, its products and its memory take. Beside hops in flight compute finds its caches cold, threads
-wake up at the wrong time, and each start reads its code from memory again; of that, what is measured in a loop shows
-little. So the model is then trained under a few plans. Three factors make what was foretold of their steps most like
-what these took: of what a hop takes of compute, and of what it takes for each byte, through memory that ranks share and
-otherwise.
+Compute is pinned first, without hops: what many small products take is what it takes to call one; then a small model
+goes forward and backward, of few rows and of more, in 32 bits and in 16, and what that takes, its products and its
+memory take. Beside hops in flight compute finds its caches cold, threads wake up at the wrong time, and each start
+reads its code from memory again; of that, what is measured in a loop shows little. So the model is then trained under a
+few plans. Three factors make what was foretold of their steps most like what these took: of what a hop takes of
+compute, and of what it takes for each byte, through memory that ranks share and otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from passes.errors import Error
 from shardc.compile import compile
 from shardc.gauge import Block, Say, slowed
-from shardc.links import Link
+from shardc.links import Device, Link
 from shardc.plan import Plan
 from shardc.predict import predicted
 from shardc.program import Program
@@ -54,6 +54,8 @@ RUNS = (
 few, between hosts and inside of them."""
 LAYERS, DIM, HEADS, VOCAB, TOKENS = 2, 384, 8, 8192, 128
 """of a model that has half of its parameters in one matrix, as small language models do"""
+NARROW, MANY = 64, 48
+"""dim and layers of a model that takes as long as it takes to call its products"""
 ROWS = (1, 4)
 """of a batch, the fewest that are enough; of more, compute without hops has not been pinned"""
 ALONE = tuple(product((None, torch.bfloat16), ROWS))
@@ -79,9 +81,13 @@ def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
     """The topology with compute and factors as they were in training. All ranks call it together, with the same
     numbers, and have the same when it returns."""
     alone, runs = [], []
+    progress("running a model of many small products, without hops")
+    small = _alone(Plan.ddp(topology), _narrow_model(), torch.randn(1, NARROW, NARROW))
+    topology = of_rank_0(_launching(topology, small))
     for dtype, rows in ALONE:
         progress(f"running a small model on {rows} rows of {'32' if dtype is None else '16'}-bit numbers, without hops")
-        alone.append(_alone(Plan.ddp(topology, param_dtype=dtype), rows))
+        plan = Plan.ddp(topology, param_dtype=dtype)
+        alone.append(_alone(plan, _model(), _batch(plan, rows)))
     topology = of_rank_0(refitted(alone, partial(_pinned, topology), len(COMPUTE), FIRM["compute"]))
     for plan, micro_batches in _plans(topology):
         progress(f"training a small model, {micro_batches} micro-batches: {plan}")
@@ -110,10 +116,10 @@ def refitted(runs: Sequence[Run], scaled: Callable[[Sequence[float]], Topology],
     return scaled([max(LEAST, 1.0 + x) for x in torch.linalg.lstsq(of[:, :-1], of[:, -1:]).solution[:, 0].tolist()])
 
 
-def _alone(plan: Plan, rows: int) -> Run:
+def _alone(plan: Plan, model: nn.Module, x: Tensor) -> Run:
     """The seconds are of a forward and a backward without hops, until all ranks have made them."""
-    model = compile(_model(), plan, progress=lambda text: None)
-    x, seconds, calls = _batch(plan, rows), [], CALLS // rows
+    model = compile(model, plan, progress=lambda text: None)
+    seconds, calls = [], CALLS // len(x)
     for _ in range(1 + STEPS):
         dist.barrier()
         began = time.perf_counter()
@@ -125,8 +131,19 @@ def _alone(plan: Plan, rows: int) -> Run:
     return programs(model)[0], 0, _slowest(seconds[1:])
 
 
+def _launching(topology: Topology, run: Run) -> Topology:
+    """With what each product takes beyond what it is foretold, in a run of many that are small."""
+    program, _, took_s = run
+    free, once = (_with(topology, replace(topology.computes, launch_us=us)) for us in (0.0, 1.0))
+    free_s, once_s = (_foretold_s(program, 0, it) for it in (free, once))
+    return _with(topology, replace(topology.computes, launch_us=max(0.0, (took_s - free_s) / (once_s - free_s))))
+
+
 def _pinned(topology: Topology, factors: Sequence[float]) -> Topology:
-    device = slowed(topology.computes, dict(zip(COMPUTE, factors, strict=True)))
+    return _with(topology, slowed(topology.computes, dict(zip(COMPUTE, factors, strict=True))))
+
+
+def _with(topology: Topology, device: Device) -> Topology:
     return topology.with_links(device, **dict(topology.links)).with_flat(dict(topology.flat))
 
 
@@ -147,6 +164,11 @@ def _plans(topology: Topology) -> Iterator[tuple[Plan, int]]:
 def _model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(Block(DIM, HEADS) for _ in range(LAYERS)), nn.Linear(DIM, VOCAB, bias=False))
+
+
+def _narrow_model() -> nn.Module:
+    layers = (nn.Sequential(nn.RMSNorm(NARROW), nn.Linear(NARROW, NARROW, bias=False), nn.SiLU()) for _ in range(MANY))
+    return nn.Sequential(*layers)
 
 
 def _batch(plan: Plan, rows: int) -> Tensor:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardc
 from shardc import trial
@@ -70,7 +71,9 @@ def test_a_job_measures_its_axes_and_all_ranks_have_the_same_numbers(tmp_path: P
     device = topology.computes
     assert device.tflops > 0 and device.memory_gb_per_s > 0
     kinds = ("products", "attention", "attention backward")
-    assert set(device.tables) == {kind + bits for kind in kinds for bits in ("16", "32")} | {"memory"}
+    wires = {f"{kind} {wire}" for kind in ("quantize", "dequantize") for wire in ("int8", "int4", "fp8")}
+    assert set(device.tables) == {kind + bits for kind in kinds for bits in ("16", "32")} | {"memory"} | wires
+    assert device.launch_us > 0
     largest = 2 * 1024**3
     assert device.product_us(largest, 2) == pytest.approx(largest / device.tflops / 1e6)
     assert device.product_us(largest, 4) == pytest.approx(largest / device.tflops / 1e6 * device.slower_fp32)
@@ -95,6 +98,18 @@ def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:
         return max(abs(trial._foretold_s(program, count, topology) / took_s - 1) for program, count, took_s in runs)
 
     assert off(found) < 0.05 < 0.15 < off(known)
+
+
+def test_what_small_products_take_beyond_their_operations_is_what_it_takes_to_call_one() -> None:
+    device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=2.0, library="gloo", launch_us=3.0)
+    known = shardc.Topology(gpu=2).with_links(device, gpu=Link(1.0, 5.0))
+    x = torch.randn(1, trial.NARROW, trial.NARROW)
+    program = trace(trial._narrow_model(), shardc.Plan.ddp(known), x, keep=False)
+    products = 3 * trial.MANY - 1  # the first has an input that is not differentiated
+    assert trial._foretold_s(program, 0, known) > products * 3e-6
+    took_s = trial._foretold_s(program, 0, known) + products * 40e-6
+    assert trial._launching(known, (program, 0, took_s)).computes.launch_us == pytest.approx(43.0)
+    assert trial._launching(known, (program, 0, 0.0)).computes.launch_us == 0
 
 
 def test_products_and_memory_take_what_compute_took() -> None:
