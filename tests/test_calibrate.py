@@ -105,7 +105,7 @@ def test_what_small_products_take_beyond_their_operations_is_what_it_takes_to_ca
     known = shardc.Topology(gpu=2).with_links(device, gpu=Link(1.0, 5.0))
     x = torch.randn(1, trial.NARROW, trial.NARROW)
     program = trace(trial._narrow_model(), shardc.Plan.ddp(known), x, keep=False)
-    products = 3 * trial.MANY - 1  # the first has an input that is not differentiated
+    products = 3 * trial.MANY
     assert trial._foretold_s(program, 0, known) > products * 3e-6
     took_s = trial._foretold_s(program, 0, known) + products * 40e-6
     assert trial._launching(known, (program, 0, took_s)).computes.launch_us == pytest.approx(43.0)
