@@ -140,9 +140,9 @@ def test_a_saved_device_without_links_is_not_passed_over() -> None:
 # Compute
 
 
-def us(text: str) -> dict[str, float]:
-    graph = parse(text)
-    return {node.name: time for node, time in times_us(graph, SLOW).items() if time}
+def us(text: str, device: Device = DEVICE) -> dict[str, float]:
+    graph, topology = parse(text), SLOW.with_links(device, **dict(SLOW.links))
+    return {node.name: time for node, time in times_us(graph, topology).items() if time}
 
 
 def test_a_product_takes_its_operations_or_its_bytes() -> None:
@@ -165,6 +165,20 @@ def forward(x: f32[1000], w: f32[1000]):
     return [d]
 """
     assert us(text) == {"a": 4.0, "d": 8.0}
+
+
+def test_calling_a_product_takes_a_host_time_and_what_is_fused_does_not() -> None:
+    text = "def forward(x: f32[10, 10], w: f32[10, 10]):\n    y = mm(x, w)\n    z = relu(y)\n    return [z]\n"
+    assert us(text, replace(DEVICE, launch_us=7.0)) == {"y": 3 * 400 / 1e3 + 7.0, "z": 2 * 400 / 1e3}
+
+
+def test_quantizing_takes_what_was_measured_of_it_or_its_bytes() -> None:
+    there = "def forward(x: f32[64, 64]):\n    m = quantize(x, 'int8', 64, 2)\n    return [m]\n"
+    back = "def forward(m: u8[2, 2176]):\n    y = shardc.dequantize(m, 'int8', 64, [64, 64], f32)\n    return [y]\n"
+    measured = replace(DEVICE, tables={"quantize int8": ((4096, 300.0),), "dequantize int8": ((4096, 1.0),)})
+    moved_us = (4096 * 4 + 2 * 2176) / 1e3
+    assert us(there) == {"m": moved_us} and us(back) == {"y": moved_us}
+    assert us(there, measured) == {"m": 300.0} and us(back, measured) == {"y": moved_us}
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
