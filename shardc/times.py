@@ -218,13 +218,16 @@ def _node_us(node: fx.Node, topology: Topology) -> float:
     return takes_us + (device.launch_us if _is_heavy(node) else 0.0)
 
 
+_QUANTIZING = {quantize: ["quantize"], dequantize: ["dequantize"], lost: ["quantize", "dequantize"]}
+"""Ops with numbers of messages, and as what they are measured."""
+
+
 def _quantized_us(node: fx.Node, device: Device) -> float:
-    """Of making messages, or values of them; of what messages lack, both."""
-    if node.target not in (quantize, dequantize, lost):
+    if node.target not in _QUANTIZING:
         return 0.0
-    kinds = {quantize: ["quantize"], dequantize: ["dequantize"], lost: ["quantize", "dequantize"]}[node.target]
     value = node.args[0] if node.target is quantize else node
-    return sum(device.quantized_us(_size(value.meta["val"].numel()), f"{kind} {node.args[1]}") for kind in kinds)
+    elements = _size(value.meta["val"].numel())
+    return sum(device.quantized_us(elements, f"{kind} {node.args[1]}") for kind in _QUANTIZING[node.target])
 
 
 def _waited_for(wait: fx.Node) -> Iterator[fx.Node]:
