@@ -2,8 +2,8 @@
 
 Matrix products, attention, copies and messages of quantized numbers, of a few sizes, go into tables. In a model they
 take longer than one after another in a loop: caches are cold, and compiled code has more to do between them. So a block
-of a transformer is compiled and run, and what it takes beyond what the tables say of it goes into those of products and
-attention.
+of a transformer is compiled and run, and what it takes beyond what the tables say of it goes into those of products.
+(Attention does not take longer than in a loop.)
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ QUANTIZED = (16, 22)
 """powers of 2, of elements; on a CPU (a GPU is taken to quantize as fast as it reads and writes)"""
 BLOCKS = {"cuda": (4096, 32, 4096), "cpu": (512, 8, 128)}
 """Dim and heads of a block, and the tokens that go through it."""
+LEAST = 0.5
+"""that a factor may be"""
 TURN = 0.2
 """seconds: of ranks that share a core, each has had its turns in that time"""
 BATCHES = 3
@@ -51,25 +53,25 @@ BATCHES = 3
 def gauged(device: torch.device, progress: Say = lambda text: None) -> Device:
     """Tables and rates of a device, with what a compiled block takes. All ranks call it together."""
     found = _measured(device, progress)
-    factors = {}
+    factors: dict[str, float] = {}
     for bits, dtype in DTYPES.items():
         progress(f"compiling a block of {bits}-bit numbers, and running it")
-        factors[bits] = _slower(found, dtype, device)
+        factors[f"products{bits}"] = _slower(found, bits, dtype, device)
     return slowed(found, factors)
 
 
 def slowed(device: Device, factors: Mapping[str, float]) -> Device:
-    """With products of numbers of so many bits ("16", "32"), and memory ("memory"), that take so many times as long."""
-    short, long, memory = (factors.get(of, 1.0) for of in (*DTYPES, "memory"))
+    """With what its tables are of, and what is fused ("fused"), that take so many times as long."""
+    short, long, fused = (factors.get(of, 1.0) for of in ("products16", "products32", "fused"))
     tables = {
-        name: tuple((amount, us * factors.get(name if name == "memory" else name[-2:], 1.0)) for amount, us in table)
+        name: tuple((amount, us * factors.get(name, 1.0)) for amount, us in table)
         for name, table in device.tables.items()
     }
     return replace(
         device,
         tflops=device.tflops / short,
         slower_fp32=device.slower_fp32 * long / short,
-        memory_gb_per_s=device.memory_gb_per_s / memory,
+        slower_fused=device.slower_fused * fused,
         tables=tables,
     )
 
@@ -99,7 +101,8 @@ def _products(dtype: torch.dtype, device: torch.device) -> Table:
 
 
 def _attention(dtype: torch.dtype, device: torch.device) -> tuple[Table, Table]:
-    """Forward and backward, by the operations that torch counts, of which a causal one may do half."""
+    """Forward and backward of a head beside others, by the operations that torch counts, of which a causal one may do
+    half. (More heads do not get faster, as longer sequences do.)"""
     forward, backward = [], []
     (heads, dim), lengths = ATTENDED[device.type]
     for n in lengths:
@@ -107,9 +110,9 @@ def _attention(dtype: torch.dtype, device: torch.device) -> tuple[Table, Table]:
         inputs = tuple(x.requires_grad_() for x in (q, k, v))
         attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         grads = partial(torch.autograd.grad, attend(), inputs, grad, retain_graph=True)
-        product = 2 * heads * n * n * dim
-        forward.append((2 * product, repeated_us(attend, device)))
-        backward.append((5 * product, repeated_us(grads, device)))
+        product = 2 * n * n * dim
+        forward.append((2 * product, repeated_us(attend, device) / heads))
+        backward.append((5 * product, repeated_us(grads, device) / heads))
     return rising(forward), rising(backward)
 
 
@@ -173,8 +176,9 @@ class Block(nn.Module):
         return x + self.down(F.silu(gate) * value)
 
 
-def _slower(known: Device, dtype: torch.dtype, device: torch.device) -> float:
-    """How many times as long as it is foretold a compiled block takes, forward and backward."""
+def _slower(known: Device, bits: str, dtype: torch.dtype, device: torch.device) -> float:
+    """How many times as long products take, if they are what makes a compiled block, forward and backward, take another
+    time than is foretold."""
     dim, heads, tokens = BLOCKS[device.type]
     with device:
         block, x = Block(dim, heads).to(dtype), torch.randn(1, tokens, dim).to(dtype).requires_grad_()
@@ -184,7 +188,8 @@ def _slower(known: Device, dtype: torch.dtype, device: torch.device) -> float:
         compiled(x).square().mean().backward()
         block.zero_grad()
 
-    return repeated_us(call, device) / _foretold_us(known, block, x)
+    once_us, twice_us = (_foretold_us(it, block, x) for it in (known, slowed(known, {f"products{bits}": 2.0})))
+    return max(LEAST, 1.0 + (repeated_us(call, device) - once_us) / (twice_us - once_us))
 
 
 def _foretold_us(known: Device, block: Block, x: Tensor) -> float:

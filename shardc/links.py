@@ -115,23 +115,27 @@ class Device:
     library: str = ""
     """what moves bytes between such devices, where that matters ("gloo")"""
     tables: Mapping[str, Table] = field(default_factory=dict, hash=False)
-    """of "products16" and "products32", "attention16" and the like, "attention backward16" and the like, by operations,
-    of "quantize int8" and the like, "dequantize int8" and the like, by elements, and of "memory", by bytes read and
-    written; where there is one, it counts and the rates do not"""
+    """of "products16" and "products32" by operations, of "attention16" and the like, "attention backward16" and the
+    like, by operations of a head, of "quantize int8" and the like, "dequantize int8" and the like, by elements, and of
+    "memory", by bytes read and written; where there is one, it counts and the rates do not"""
     launch_us: float = 0.0
     """for which a host that computes is busy with calling a product, and what is fused around it; 0 where the host runs
     ahead, as of a GPU"""
+    slower_fused: float = 1.0
+    """how many times as long as reading and writing it takes to compute what is fused; more than once on a CPU, whose
+    caches are cold, and where numbers of 16 bits are made longer first"""
 
     def __post_init__(self) -> None:
         _check(self.tables)
 
-    def product_us(self, operations: float, itemsize: int, kind: str = "products") -> float:
+    def product_us(self, operations: float, itemsize: int, kind: str = "products", heads: int = 1) -> float:
         """Of matrix products of numbers of so many bytes. Those of attention ("attention", "attention backward") may
-        take longer, where that was measured."""
+        take longer, where that was measured, each head as long as another."""
         short = itemsize <= 2
         bits = "16" if short else "32"
-        if table := self.tables.get(kind + bits) or self.tables.get("products" + bits):
-            return _interpolated(table, operations)
+        for name, parts in ((kind, heads), ("products", 1)):
+            if table := self.tables.get(name + bits):
+                return parts * _interpolated(table, operations / parts)
         return operations * (1.0 if short else self.slower_fp32) / self.tflops / self.efficiency / 1e6
 
     def quantized_us(self, elements: float, kind: str) -> float:
@@ -145,6 +149,10 @@ class Device:
         if table := self.tables.get("memory"):
             return _interpolated(table, moved_bytes)
         return moved_bytes / self.memory_gb_per_s / self.efficiency / 1e3
+
+    def fused_us(self, moved_bytes: float) -> float:
+        """Of ops that are fused, and read and write so many bytes in all."""
+        return self.slower_fused * self.memory_us(moved_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "tables"} | _saved(self.tables)

@@ -178,7 +178,7 @@ class Merging:
             return True
         at_rest = first.args[0] if first.args[0].op == "placeholder" else None
         copied_bytes = 2 * (_value_bytes(last) + (_value_bytes(at_rest) if at_rest else 0))
-        return saved_us * min(1.0, self.load) ** 4 + launches_us > self.topology.computes.memory_us(copied_bytes)
+        return saved_us * min(1.0, self.load) ** 4 + launches_us > self.topology.computes.fused_us(copied_bytes)
 
 
 PIECES = 4
@@ -213,9 +213,13 @@ def _node_us(node: fx.Node, topology: Topology) -> float:
         return sum(overhead_us(start, topology) for start in _waited_for(node))
     if node.op != "call_function" or is_view(node):
         return 0.0
-    product_us = device.product_us(_flops(node), _itemsize(node), _kind(node))
-    takes_us = max(product_us, _quantized_us(node, device), device.memory_us(_traffic_bytes(node)))
-    return takes_us + (device.launch_us if _is_heavy(node) else 0.0)
+    moved_bytes = _traffic_bytes(node)
+    if node.target in _QUANTIZING:
+        return max(_quantized_us(node, device), device.memory_us(moved_bytes))
+    if not _is_heavy(node):
+        return device.fused_us(moved_bytes)
+    product_us = device.product_us(_flops(node), _itemsize(node), _kind(node), _heads(node))
+    return max(product_us, device.memory_us(moved_bytes)) + device.launch_us
 
 
 _QUANTIZING = {quantize: ["quantize"], dequantize: ["dequantize"], lost: ["quantize", "dequantize"]}
@@ -223,8 +227,6 @@ _QUANTIZING = {quantize: ["quantize"], dequantize: ["dequantize"], lost: ["quant
 
 
 def _quantized_us(node: fx.Node, device: Device) -> float:
-    if node.target not in _QUANTIZING:
-        return 0.0
     value = node.args[0] if node.target is quantize else node
     elements = _size(value.meta["val"].numel())
     return sum(device.quantized_us(elements, f"{kind} {node.args[1]}") for kind in _QUANTIZING[node.target])
@@ -261,12 +263,21 @@ def _attends(node: fx.Node) -> bool:
 def _attention_flops(node: fx.Node) -> float:
     """Of two products forward and five backward, for each head of the queries: keys may have fewer, which torch's own
     count refuses before 2.12."""
-    name = str(node.target)
-    backward = "backward" in name
-    first = int(backward and "scaled_dot_product" in name)  # there the gradient comes before
-    q, k, v = (arg.meta["val"].shape for arg in node.args[first : first + 3])
-    wide = 3 * q[-1] + 2 * v[-1] if backward else q[-1] + v[-1]
+    q, k, v = _attended(node)
+    wide = 3 * q[-1] + 2 * v[-1] if "backward" in str(node.target) else q[-1] + v[-1]
     return float(_size(2 * q[:-1].numel() * k[-2] * wide))
+
+
+def _attended(node: fx.Node) -> Iterator[torch.Size]:
+    """Queries, keys and values."""
+    name = str(node.target)
+    first = int("backward" in name and "scaled_dot_product" in name)  # there the gradient comes before
+    return (arg.meta["val"].shape for arg in node.args[first : first + 3])
+
+
+def _heads(node: fx.Node) -> int:
+    """Of all sequences."""
+    return _size(next(_attended(node))[:-2].numel()) if _attends(node) else 1
 
 
 def _kind(node: fx.Node) -> str:

@@ -1,11 +1,14 @@
 """Trial: how long compute takes, and what hops take of it, in steps that are really made.
 
-Compute is pinned first, without hops: what many small products take is what it takes to call one; then a small model
-goes forward and backward, of few rows and of more, in 32 bits and in 16, and what that takes, its products and its
-memory take. Beside hops in flight compute finds its caches cold, threads wake up at the wrong time, and each start
-reads its code from memory again; of that, what is measured in a loop shows little. So the model is then trained under a
-few plans. Three factors make what was foretold of their steps most like what these took: of what a hop takes of
-compute, and of what it takes for each byte, through memory that ranks share and otherwise.
+Compute is pinned first, without hops: models go forward and backward, one with a large matrix, of few rows and of more,
+a deep one, both in 32 bits and in 16, and one whose many small products take what it takes to call them. Four factors
+make what was foretold of them most like what these took: of products of either length, of what is fused, and of calls.
+(Attention takes what its table says; where it was scaled with products, what these take hid behind it.)
+
+Beside hops in flight compute finds its caches cold, threads wake up at the wrong time, and each start reads its code
+from memory again; of that, what is measured in a loop shows little. So the first model is then trained under a few
+plans, for three factors more: of what a hop takes of compute, and of what it takes for each byte, through memory that
+ranks share and otherwise. (What that model's compute is still off by is left out there.)
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 
 from passes.errors import Error
 from shardc.compile import compile
-from shardc.gauge import Block, Say, slowed
+from shardc.gauge import LEAST, Block, Say, slowed
 from shardc.links import Device, Link
 from shardc.plan import Plan
 from shardc.predict import predicted
@@ -54,23 +57,25 @@ RUNS = (
 few, between hosts and inside of them."""
 LAYERS, DIM, HEADS, VOCAB, TOKENS = 2, 384, 8, 8192, 128
 """of a model that has half of its parameters in one matrix, as small language models do"""
+DEEP = 6
+"""layers of one without that matrix"""
 NARROW, MANY = 64, 48
 """dim and layers of a model that takes as long as it takes to call its products"""
 ROWS = (1, 4)
 """of a batch, the fewest that are enough; of more, compute without hops has not been pinned"""
-ALONE = tuple(product((None, torch.bfloat16), ROWS))
-"""What compute is in, and rows."""
 BUSY = 1.25
 """times as much as the busiest lane compute has to do: what holds it up is not hidden"""
-WARMUP, STEPS, CALLS = 3, 8, 12
-COMPUTE = ("32", "16", "memory")
-"""what is pinned, as `shardc.gauge.slowed` names it"""
+WARMUP, STEPS = 3, 8
+ALONE_S = 0.7
+"""for which forwards and backwards without hops go on, each of the `STEPS` times that they are timed"""
+LAUNCH_US = 40.0
+"""of a product, before it is pinned"""
+COMPUTE = ("products32", "products16", "fused", "launch")
+"""what is pinned, but for the last as `shardc.gauge.slowed` names it"""
 HOPS = ("hop", "near byte", "far byte")
 """what compute is taken by, as `_with_overheads` has it"""
 FIRM = {"compute": 0.02, "hops": 0.08}
 """A factor of 2 is as unlikely as what takes so much longer than foretold."""
-LEAST = 0.5
-"""that a factor may be"""
 
 
 Run = tuple[Program, int, float]
@@ -80,18 +85,19 @@ Run = tuple[Program, int, float]
 def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
     """The topology with compute and factors as they were in training. All ranks call it together, with the same
     numbers, and have the same when it returns."""
-    alone, runs = [], []
-    progress("running a model of many small products, without hops")
-    small = _alone(Plan.ddp(topology), _narrow_model(), torch.randn(1, NARROW, NARROW))
-    topology = of_rank_0(_launching(topology, small))
-    for dtype, rows in ALONE:
-        progress(f"running a small model on {rows} rows of {'32' if dtype is None else '16'}-bit numbers, without hops")
-        plan = Plan.ddp(topology, param_dtype=dtype)
-        alone.append(_alone(plan, _model(), _batch(plan, rows)))
-    topology = of_rank_0(refitted(alone, partial(_pinned, topology), len(COMPUTE), FIRM["compute"]))
+    topology = _with(topology, replace(topology.computes, launch_us=LAUNCH_US))
+    alone, runs = {}, []
+    for model, plan, x in _without_hops(topology):
+        progress(f"running a model of {len(model)} layers on {len(x)} rows of {x.dtype}, without hops")
+        alone[len(model), plan.param_dtype, len(x)] = _alone(plan, model, x)
+    topology = of_rank_0(refitted([*alone.values()], partial(_pinned, topology), len(COMPUTE), FIRM["compute"]))
     for plan, micro_batches in _plans(topology):
         progress(f"training a small model, {micro_batches} micro-batches: {plan}")
-        runs.append(_trained(plan, _rows(plan, micro_batches), micro_batches))
+        rows = _rows(plan, micro_batches)
+        program, _, took_s = _trained(plan, rows, micro_batches)
+        without_hops, _, alone_s = alone[LAYERS + 1, plan.param_dtype, rows]
+        off_s = alone_s - _foretold_s(without_hops, 0, topology)
+        runs.append((program, micro_batches, took_s - micro_batches * off_s))
     return of_rank_0(refitted(runs, partial(_scaled, topology), len(HOPS), FIRM["hops"]))
 
 
@@ -116,31 +122,37 @@ def refitted(runs: Sequence[Run], scaled: Callable[[Sequence[float]], Topology],
     return scaled([max(LEAST, 1.0 + x) for x in torch.linalg.lstsq(of[:, :-1], of[:, -1:]).solution[:, 0].tolist()])
 
 
+def _without_hops(topology: Topology) -> Iterator[tuple[nn.Sequential, Plan, Tensor]]:
+    """Models, the plans that say what they compute in, and batches."""
+    for dtype in (None, torch.bfloat16):
+        plan = Plan.ddp(topology, param_dtype=dtype)
+        yield from ((_model(), plan, _batch(plan, rows)) for rows in ROWS)
+        yield _deep_model(), plan, _batch(plan, ROWS[0])
+    yield _narrow_model(), Plan.ddp(topology), torch.randn(1, NARROW, NARROW)
+
+
 def _alone(plan: Plan, model: nn.Module, x: Tensor) -> Run:
     """The seconds are of a forward and a backward without hops, until all ranks have made them."""
     model = compile(model, plan, progress=lambda text: None)
-    seconds, calls = [], CALLS // len(x)
-    for _ in range(1 + STEPS):
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(calls):
-            with model.no_sync():
-                model(x).square().mean().backward()
-        dist.barrier()
-        seconds.append((time.perf_counter() - began) / calls)
-    return programs(model)[0], 0, _slowest(seconds[1:])
+    _, once_s = _passes_s(model, x, 1), _slowest([_passes_s(model, x, 1)])  # the first compiles
+    calls = max(1, int(ALONE_S / once_s))
+    return programs(model)[0], 0, _slowest([_passes_s(model, x, calls) for _ in range(STEPS)])
 
 
-def _launching(topology: Topology, run: Run) -> Topology:
-    """With what each product takes beyond what it is foretold, in a run of many that are small."""
-    program, _, took_s = run
-    free, once = (_with(topology, replace(topology.computes, launch_us=us)) for us in (0.0, 1.0))
-    free_s, once_s = (_foretold_s(program, 0, it) for it in (free, once))
-    return _with(topology, replace(topology.computes, launch_us=max(0.0, (took_s - free_s) / (once_s - free_s))))
+def _passes_s(model: nn.Module, x: Tensor, calls: int) -> float:
+    """Of one of so many forwards and backwards, without sync."""
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(calls):
+        with model.no_sync():
+            model(x).square().mean().backward()
+    dist.barrier()
+    return (time.perf_counter() - began) / calls
 
 
 def _pinned(topology: Topology, factors: Sequence[float]) -> Topology:
-    return _with(topology, slowed(topology.computes, dict(zip(COMPUTE, factors, strict=True))))
+    device = slowed(topology.computes, dict(zip(COMPUTE, factors, strict=True)))
+    return _with(topology, replace(device, launch_us=factors[-1] * device.launch_us))
 
 
 def _with(topology: Topology, device: Device) -> Topology:
@@ -161,12 +173,16 @@ def _plans(topology: Topology) -> Iterator[tuple[Plan, int]]:
             yield plan, micro_batches
 
 
-def _model() -> nn.Module:
+def _model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(Block(DIM, HEADS) for _ in range(LAYERS)), nn.Linear(DIM, VOCAB, bias=False))
 
 
-def _narrow_model() -> nn.Module:
+def _deep_model() -> nn.Sequential:
+    return nn.Sequential(*(Block(DIM, HEADS) for _ in range(DEEP)))
+
+
+def _narrow_model() -> nn.Sequential:
     layers = (nn.Sequential(nn.RMSNorm(NARROW), nn.Linear(NARROW, NARROW, bias=False), nn.SiLU()) for _ in range(MANY))
     return nn.Sequential(*layers)
 

@@ -94,6 +94,14 @@ def test_attention_takes_what_was_measured_of_it() -> None:
         assert max(t for node, t in us.items() if node is not attends) < 10.0
 
 
+def test_many_heads_do_not_attend_faster_as_long_sequences_do() -> None:
+    device = replace(DEVICE, tables={"products16": ((10, 9.0),), "attention16": ((100, 10.0), (400, 20.0))})
+    assert device.product_us(100, 2, "attention", 1) == 10.0
+    assert device.product_us(400, 2, "attention", 1) == 20.0, "a longer sequence"
+    assert device.product_us(400, 2, "attention", 4) == 40.0, "four"
+    assert device.product_us(40, 2, "attention backward", 4) == 36.0, "not measured: a product like others"
+
+
 # Topologies
 
 
