@@ -233,11 +233,11 @@ def _quantized_us(node: fx.Node, device: Device) -> float:
 
 
 def _waited_for(wait: fx.Node) -> Iterator[fx.Node]:
-    """The start of a hop, and of those that it relays, which have no wait of their own."""
+    """The start of a hop, and of those that it relays and that have no wait of their own, as a refresh has."""
     start = wait.args[0]
-    while ops.is_start(start):
+    yield start
+    while ops.is_start(start := start.args[0]) and ops.wait_of(start) is None:
         yield start
-        start = start.args[0]
 
 
 def _formula(node: fx.Node) -> Callable[..., int] | None:

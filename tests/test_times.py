@@ -264,13 +264,17 @@ def test_where_launches_hold_up_compute_there_are_fewer(half: str, purpose: str)
     assert {len(names) for it, *names in slow if it == purpose} == {2}
 
 
-def test_a_wait_takes_of_compute_what_launching_its_hops_and_their_bytes_do() -> None:
+@pytest.mark.parametrize("name", ["zero3", "IIG"])
+def test_waits_take_of_compute_what_launching_each_hop_once_and_its_bytes_do(name: str) -> None:
     links = {"node": Link(0.01, 1.0, launch_us=7.0, gather_us_per_mb=1e3), "gpu": Link(0.01, 1.0, launch_us=7.0)}
     topology = Topology(node=2, gpu=2).with_links(DEVICE, **links)
-    program = shardc.trace(nn.Linear(64, 64, bias=False), shardc.Plan.zero3(topology), torch.zeros(4, 64))
-    launches = {node: us for node, us in times_us(program.forward, topology).items() if ops.is_wait(node)}
-    hops = [node for node in program.forward.nodes if ops.is_start(node)]
-    assert any(ops.relayed(hop) for hop in hops)
+    plan = shardc.Plan.zero3(topology) if name == "zero3" else shardc.Plan.paro(topology, name)
+    program = shardc.trace(nn.Linear(64, 64, bias=False), plan, torch.zeros(4, 64))
+    graph = program.graph(program.step()[0])
+    launches = {node: us for node, us in times_us(graph, topology).items() if ops.is_wait(node)}
+    hops = [node for node in graph.nodes if ops.is_start(node)]
+    relayed = [source for hop in hops if (source := ops.relayed(hop))]
+    assert relayed and all(bool(ops.wait_of(hop)) == (name == "IIG") for hop in relayed), "a refresh is kept, too"
     sent_bytes = 64 * 64 * 4 / 4  # a quarter over the network
     assert sum(launches.values()) == pytest.approx(7.0 * len(hops) + 1e3 * sent_bytes / 1e6)
     assert all(busy == pytest.approx(0.0) for lane, busy in busy_us(launches, topology).items() if not lane)
