@@ -3,7 +3,7 @@
 Matrix products, attention, copies and messages of quantized numbers, of a few sizes, go into tables. In a model they
 take longer than one after another in a loop: caches are cold, and compiled code has more to do between them. So a block
 of a transformer is compiled and run, and what it takes beyond what the tables say of it goes into those of products.
-(Attention does not take longer than in a loop.)
+(Attention, on CPUs, takes no longer than in a loop.)
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ class Device:
     """for which a host that computes is busy with calling a product, and what is fused around it; 0 where the host runs
     ahead, as of a GPU"""
     slower_fused: float = 1.0
-    """how many times as long as reading and writing it takes to compute what is fused; more than once on a CPU, whose
-    caches are cold, and where numbers of 16 bits are made longer first"""
+    """how many times as long as to read and write it takes to compute what is fused; 1 where that was not measured, as
+    on a GPU"""
 
     def __post_init__(self) -> None:
         _check(self.tables)
