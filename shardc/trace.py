@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from passes.order import Orders
 from shardc import _torch
@@ -49,12 +50,14 @@ def trace(
             found.append(build(module, inputs, names, params, plan, runner, Orders()))
         return _leave
 
-    stand_ins = hollows(plan, parameters, torch.device("cpu"))
-    buffers = {name: _on_cpu(buffer) for name, buffer in model.named_buffers()}
+    device = _device([*parameters.values(), *model.buffers(), *tree_leaves((args, kwargs))])
+    stand_ins = hollows(plan, parameters, device)
+    on_device = partial(_on, device)
+    buffers = {name: on_device(buffer) for name, buffer in model.named_buffers()}
     names = {id(value): name for name, value in {**stand_ins, **buffers}.items()}
     call = torch.compile(own_code(type(model).forward), backend=backend, fullgraph=True, dynamic=False)
     with swapped(model, stand_ins, buffers), _torch.capturing(), contextlib.suppress(_Traced):
-        captured_call(call, type(model).forward, model, tree_map(_on_cpu, args), tree_map(_on_cpu, kwargs))
+        captured_call(call, type(model).forward, model, tree_map(on_device, args), tree_map(on_device, kwargs))
     return found[0]
 
 
@@ -62,11 +65,17 @@ def _leave(*args: Any) -> None:
     raise _Traced
 
 
-def _on_cpu(value: Any) -> Any:
-    """A meta tensor as one of the CPU without storage; nothing is computed with it."""
+def _device(values: Iterable[Any]) -> torch.device:
+    """Where they are, if not all are on the meta device."""
+    on = (value.device for value in values if isinstance(value, torch.Tensor) and not value.is_meta)
+    return next(on, torch.device("cpu"))
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """A meta tensor as one of the device without storage; nothing is computed with it."""
     if not isinstance(value, torch.Tensor) or not value.is_meta:
         return value
-    new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     new.untyped_storage().resize_(0)
     return new
 

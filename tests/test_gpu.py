@@ -92,3 +92,17 @@ def test_parameters_on_meta_start_on_the_gpu() -> None:
     model = compiled(model)
     assert all(p.to_local().is_cuda for p in model.parameters())
     assert torch.isfinite(model(*on_gpu(0)))
+
+
+def test_a_model_on_the_gpu_is_traced_there() -> None:
+    program = shardc.trace(models.gpt().cuda(), shardc.Plan.zero3(TOPOLOGY), *on_gpu(0))
+    values = [node.meta["val"] for variant in program.step() for node in program.graph(variant).nodes if node.meta]
+    assert {value.device.type for value in values if isinstance(value, Tensor)} == {"cuda"}
+
+
+def test_calibrate_says_how_fast_the_gpu_is() -> None:
+    device = shardc.calibrate(TOPOLOGY).computes
+    assert device.name == torch.cuda.get_device_name()
+    assert 10 < device.tflops < 3000
+    assert device.memory_gb_per_s > 100
+    assert {"products16", "products32", "attention16", "attention32", "memory"} < device.tables.keys()
