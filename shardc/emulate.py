@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -33,6 +33,16 @@ from shardc.topology import Topology
 
 STRAIGHT_ON_S = 1e-3
 """between the end of a wait and the next collective of a thread"""
+LET_PASS = """
+template <typename T> T let_pass(T start, T seconds) {
+    unsigned long long begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    do {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (now - begin < seconds * 1e9);
+    return start;
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,6 @@ class World:
         self.movers: list[threading.Thread] = []
         self.thread = threading.get_ident()
         self.awake = threading.local()
-        self.cycles_per_us = _cycles_per_us() if self.device.type == "cuda" else 0.0
 
     def clear(self) -> None:
         self.collectives, self.exposed_s = [], 0.0
@@ -279,7 +288,7 @@ class _Group(dist.ProcessGroup):
     def _go_on_stream(
         self, booked: Collective | None, move: Callable[[], object], held: tuple[Any, ...]
     ) -> _StreamWork:
-        """On the group's stream, memory moves while a kernel that only counts cycles lets the time pass."""
+        """On the group's stream, memory moves while a kernel that only looks at the clock lets the time pass."""
         lanes = self.world.topology.lanes(self.axis) if booked else ()
         ready = torch.cuda.current_stream().record_event()
         self.aside.wait_event(ready)
@@ -291,7 +300,7 @@ class _Group(dist.ProcessGroup):
             move()
         with torch.cuda.stream(self.stream):
             if booked:
-                torch.cuda._sleep(int((booked.end_s - booked.begin_s) * 1e6 * self.world.cycles_per_us))
+                let_pass(booked.end_s - booked.begin_s)
             self.stream.wait_stream(self.aside)
             done = self.stream.record_event()
         self.world.last |= dict.fromkeys(lanes, done)
@@ -393,13 +402,14 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-def _cycles_per_us() -> float:
-    """Of the counter that `torch.cuda._sleep` looks at."""
-    cycles = 10_000_000
-    torch.cuda._sleep(cycles)  # the first launch is slower
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    end.synchronize()
-    return cycles / begin.elapsed_time(end) / 1e3
+def let_pass(seconds: float) -> None:
+    """On the current stream, by the GPU's wall clock. (`torch.cuda._sleep` counts cycles, and a busy GPU's get
+    longer.)"""
+    kernel, start = _passing()
+    kernel(start, seconds=seconds)
+
+
+@cache
+def _passing() -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+    start = torch.zeros((), dtype=torch.double, device="cuda")
+    return torch.cuda.jiterator._create_jit_fn(LET_PASS, seconds=0.0), start

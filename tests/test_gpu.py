@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import models
 import shardc
 from matrix import Case, errors_of, too_far
+from shardc.emulate import let_pass
 from training import adamw, batch
 
 TOPOLOGY = shardc.Topology(node=1, gpu=1)
@@ -96,7 +97,7 @@ def test_parameters_on_meta_start_on_the_gpu() -> None:
 
 def test_a_model_on_the_gpu_is_traced_there() -> None:
     program = shardc.trace(models.gpt().cuda(), shardc.Plan.zero3(TOPOLOGY), *on_gpu(0))
-    values = [node.meta["val"] for variant in program.step() for node in program.graph(variant).nodes if node.meta]
+    values = [node.meta.get("val") for variant in program.step() for node in program.graph(variant).nodes]
     assert {value.device.type for value in values if isinstance(value, Tensor)} == {"cuda"}
 
 
@@ -106,3 +107,18 @@ def test_calibrate_says_how_fast_the_gpu_is() -> None:
     assert 10 < device.tflops < 3000
     assert device.memory_gb_per_s > 100
     assert {"products16", "products32", "attention16", "attention32", "memory"} < device.tables.keys()
+
+
+def test_an_emulated_collective_takes_as_long_while_the_gpu_is_busy() -> None:
+    x, passing = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), torch.cuda.Stream()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    let_pass(1e-6)  # the first is compiled
+    torch.cuda.synchronize()
+    for _ in range(50):
+        x @ x
+    with torch.cuda.stream(passing):
+        begin.record()
+        let_pass(0.02)
+        end.record()
+    end.synchronize()
+    assert 20 <= begin.elapsed_time(end) < 23  # it begins when a product that runs is over
