@@ -7,8 +7,9 @@ make what was foretold of them most like what these took: of products of either 
 
 Beside hops in flight compute finds its caches cold, threads wake up at the wrong time, and each start reads its code
 from memory again; of that, what is measured in a loop shows little. So the first model is then trained under a few
-plans, for three factors more: of what a hop takes of compute, and of what it takes for each byte, through memory that
-ranks share and otherwise. (What that model's compute is still off by is left out there.)
+plans, for five factors more: of what a hop takes of compute, of what it takes for each byte, through memory that ranks
+share and otherwise, of quantizing, and of compute in 16 bits. (What that model's compute is still off by is left out
+there.)
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ LAUNCH_US = 40.0
 """of a product, before it is pinned"""
 COMPUTE = ("products32", "products16", "fused", "launch")
 """what is pinned, but for the last as `shardc.gauge.slowed` names it"""
-HOPS = ("hop", "near byte", "far byte")
-"""what compute is taken by, as `_with_overheads` has it"""
+HOPS = ("hop", "near byte", "far byte", "quantize", "16 bits")
+"""what compute is taken by, and what takes longer beside it, as `_scaled` has them"""
 FIRM = {"compute": 0.02, "hops": 0.08}
 """A factor of 2 is as unlikely as what takes so much longer than foretold."""
 
@@ -232,9 +233,13 @@ def _foretold_s(program: Program, micro_batches: int, topology: Topology) -> flo
 
 
 def _scaled(topology: Topology, factors: Sequence[float]) -> Topology:
-    links = {axis: _with_overheads(link, *factors) for axis, link in topology.links}
-    flat = {axes: _with_overheads(link, *factors) for axes, link in topology.flat}
-    return topology.with_links(topology.computes, **links).with_flat(flat)
+    *overheads, of_quantizing, of_16_bits = factors
+    device = topology.computes
+    tables = {name: of_quantizing for name in device.tables if "quantize" in name}
+    tables |= dict.fromkeys(("products16", "attention16", "attention backward16"), of_16_bits)
+    links = {axis: _with_overheads(link, *overheads) for axis, link in topology.links}
+    flat = {axes: _with_overheads(link, *overheads) for axes, link in topology.flat}
+    return topology.with_links(slowed(device, tables), **links).with_flat(flat)
 
 
 def _with_overheads(link: Link, of_hop: float, of_near_byte: float, of_far_byte: float) -> Link:

@@ -84,12 +84,14 @@ def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:
         "node": Link(0.1, 50.0, launch_us=200.0, gather_us_per_mb=2e3, reduce_us_per_mb=3e3),
         "gpu": Link(1.0, 5.0, launch_us=100.0, gather_us_per_mb=500.0, reduce_us_per_mb=1e3, near=True),
     }
-    device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=2.0, library="gloo")
+    table = ((10**4, 100.0), (10**6, 1e4))
+    tables = {f"{kind} int{bits}": table for kind in ("quantize", "dequantize") for bits in (8, 4)}
+    device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=2.0, library="gloo", tables=tables)
     known = shardc.Topology(node=2, gpu=2).with_links(device, **links)
     plans = list(trial._plans(known))
     assert len(plans) == 8
     programs = [(trace(trial._model(), plan, trial._batch(plan, 1), keep=False), count) for plan, count in plans]
-    true = trial._scaled(known, [1.5, 3.0, 2.0])
+    true = trial._scaled(known, [1.5, 3.0, 2.0, 2.5, 1.5])
     runs = [(program, count, trial._foretold_s(program, count, true)) for program, count in programs]
     found = trial.refitted(runs, partial(trial._scaled, known), len(trial.HOPS), trial.FIRM["hops"])
 
@@ -97,6 +99,9 @@ def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:
         return max(abs(trial._foretold_s(program, count, topology) / took_s - 1) for program, count, took_s in runs)
 
     assert off(found) < 0.05 < 0.15 < off(known)
+    assert found.computes.quantized_us(10**6, "quantize int8") == pytest.approx(2.5e4, rel=0.1)
+    assert found.computes.tflops == pytest.approx(0.1 / 1.5, rel=0.15)
+    assert found.computes.product_us(10**9, 4) == pytest.approx(device.product_us(10**9, 4))
 
 
 def test_products_what_is_fused_and_calls_take_what_compute_took() -> None:
