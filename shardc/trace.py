@@ -36,8 +36,8 @@ def trace(
     **kwargs: Any,
 ) -> Program:
     """The program of `model(*args, **kwargs)` under `plan`. The model (which may be on the meta device) is left as
-    it is; arguments may be on the meta device too. Graphs are kept after every stage (`program.after("insert")`) unless
-    `keep` is False."""
+    it is; arguments may be on the meta device too, and the graphs are of the device that the others are on. Graphs are
+    kept after every stage (`program.after("insert")`) unless `keep` is False."""
     _torch.check_version()
     check_model(model)
     parameters = named(model)
