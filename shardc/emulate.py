@@ -403,8 +403,8 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def let_pass(seconds: float) -> None:
-    """On the current stream, by the GPU's wall clock. (`torch.cuda._sleep` counts cycles, and a busy GPU's get
-    longer.)"""
+    """On the current stream, by the GPU's wall clock. (`torch.cuda._sleep` counts cycles, which are as long as the
+    clock rate of the moment has them.)"""
     kernel, start = _passing()
     kernel(start, seconds=seconds)
 

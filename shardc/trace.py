@@ -36,7 +36,7 @@ def trace(
     **kwargs: Any,
 ) -> Program:
     """The program of `model(*args, **kwargs)` under `plan`. The model (which may be on the meta device) is left as
-    it is; arguments may be on the meta device too, and the graphs are of the device that the others are on. Graphs are
+    it is; arguments may be on the meta device too. Graphs are of the device that the rest is on, or of the CPU, and are
     kept after every stage (`program.after("insert")`) unless `keep` is False."""
     _torch.check_version()
     check_model(model)
@@ -66,7 +66,7 @@ def _leave(*args: Any) -> None:
 
 
 def _device(values: Iterable[Any]) -> torch.device:
-    """Where they are, if not all are on the meta device."""
+    """Where the first is that is not on the meta device."""
     on = (value.device for value in values if isinstance(value, torch.Tensor) and not value.is_meta)
     return next(on, torch.device("cpu"))
 
