@@ -3,7 +3,8 @@
 Matrix products, attention, copies and messages of quantized numbers, of a few sizes, go into tables. In a model they
 take longer than one after another in a loop: caches are cold, and compiled code has more to do between them. So a block
 of a transformer is compiled and run, and what it takes beyond what the tables say of it goes into those of products.
-(Attention, on CPUs, takes no longer than in a loop.)
+(Attention, on CPUs, takes no longer than in a loop.) Copies, as of buckets, have a factor: in a loop over others each
+time, so that no cache holds them, they take longer than in one over the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, cycle
 from statistics import median
 
 import torch
@@ -38,6 +39,8 @@ ATTENDED = {"cuda": ((128, 128), (512, 1024, 2048, 4096, 8192)), "cpu": ((8, 64)
 """Heads and their dim, and the lengths of sequences that attend to themselves, each token to those before."""
 COPIED_BYTES = {"cuda": range(16, 31, 2), "cpu": range(13, 28, 2)}
 """powers of 2"""
+PUT_TOGETHER = {"cuda": (8, 24), "cpu": (8, 19)}
+"""values, and of each the bytes (a power of 2)"""
 QUANTIZED = (16, 22)
 """powers of 2, of elements; on a CPU (a GPU is taken to quantize as fast as it reads and writes)"""
 BLOCKS = {"cuda": (4096, 32, 4096), "cpu": (512, 8, 128)}
@@ -55,7 +58,8 @@ BATCHES = 3
 def gauged(device: torch.device, progress: Say = lambda text: None) -> Device:
     """Tables and rates of a device, with what a compiled block takes. All ranks call it together."""
     found = _measured(device, progress)
-    factors: dict[str, float] = {}
+    progress(f"measuring copies of what no cache holds on {device}")
+    found, factors = replace(found, slower_copied=_slower_copied(found, device)), {}
     for bits, dtype in DTYPES.items():
         progress(f"compiling a block of {bits}-bit numbers, and running it")
         factors[f"products{bits}"] = _slower(found, bits, dtype, device)
@@ -124,6 +128,18 @@ def _copies(device: torch.device) -> Table:
         x = torch.zeros(1 << power, dtype=torch.uint8, device=device)
         points.append((2 << power, repeated_us(partial(torch.empty_like(x).copy_, x), device)))
     return rising(points)
+
+
+def _slower_copied(known: Device, device: torch.device) -> float:
+    """How many times as long as in a loop over the same bytes it takes to put values together, compiled, others each
+    time."""
+    count, power = PUT_TOGETHER[device.type]
+    whole = torch.zeros(1 << COPIED_BYTES[device.type][-1] - 2, device=device)
+    groups = cycle([group.unbind() for group in whole.view(-1, count, 1 << power - 2)])
+    together = torch.compile(lambda group: torch.cat(group), fullgraph=True, dynamic=False)
+    with _torch.capturing():
+        once_us = repeated_us(lambda: together(next(groups)), device)
+    return once_us / known.memory_us(2 * count << power)
 
 
 def _quantized(wire: str) -> tuple[Table, Table]:

@@ -124,6 +124,8 @@ class Device:
     slower_fused: float = 1.0
     """how many times as long as to read and write it takes to compute what is fused; 1 where that was not measured, as
     on a GPU"""
+    slower_copied: float = 1.0
+    """how many times as long as the table of memory says it takes to copy values that no cache holds into one"""
 
     def __post_init__(self) -> None:
         _check(self.tables)
@@ -153,6 +155,10 @@ class Device:
     def fused_us(self, moved_bytes: float) -> float:
         """Of ops that are fused, and read and write so many bytes in all."""
         return self.slower_fused * self.memory_us(moved_bytes)
+
+    def copied_us(self, moved_bytes: float) -> float:
+        """Of copies, such as those into buckets and out of them, that read and write so many bytes in all."""
+        return self.slower_copied * self.memory_us(moved_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "tables"} | _saved(self.tables)

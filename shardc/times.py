@@ -178,7 +178,7 @@ class Merging:
             return True
         at_rest = first.args[0] if first.args[0].op == "placeholder" else None
         copied_bytes = 2 * (_value_bytes(last) + (_value_bytes(at_rest) if at_rest else 0))
-        return saved_us * min(1.0, self.load) ** 4 + launches_us > self.topology.computes.fused_us(copied_bytes)
+        return saved_us * min(1.0, self.load) ** 4 + launches_us > self.topology.computes.copied_us(copied_bytes)
 
 
 PIECES = 4
@@ -217,11 +217,13 @@ def _node_us(node: fx.Node, topology: Topology) -> float:
     if node.target in _QUANTIZING:
         return max(_quantized_us(node, device), device.memory_us(moved_bytes))
     if not _is_heavy(node):
-        return device.fused_us(moved_bytes)
+        return device.copied_us(moved_bytes) if node.target in _COPYING else device.fused_us(moved_bytes)
     product_us = device.product_us(_flops(node), _itemsize(node), _kind(node), _heads(node))
     return max(product_us, device.memory_us(moved_bytes)) + device.launch_us
 
 
+_COPYING = (torch.ops.aten.cat.default, torch.ops.aten.clone.default)
+"""Ops that compute nothing, as those of buckets."""
 _QUANTIZING = {quantize: ["quantize"], dequantize: ["dequantize"], lost: ["quantize", "dequantize"]}
 """Ops with numbers of messages, and as what they are measured."""
 

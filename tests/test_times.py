@@ -175,6 +175,16 @@ def forward(x: f32[1000], w: f32[1000]):
     assert us(text) == {"a": 4.0, "d": 8.0}
 
 
+def test_copies_and_what_computes_take_each_what_was_measured_of_it() -> None:
+    text = """\
+def forward(x: f32[1000], w: f32[1000]):
+    bucket = cat([x, w])
+    y = relu(x)
+    return [bucket, y]
+"""
+    assert us(text, replace(DEVICE, slower_fused=5.0, slower_copied=2.0)) == {"bucket": 2 * 16.0, "y": 5 * 8.0}
+
+
 def test_calling_a_product_takes_a_host_time_and_what_is_fused_does_not() -> None:
     text = "def forward(x: f32[10, 10], w: f32[10, 10]):\n    y = mm(x, w)\n    z = relu(y)\n    return [z]\n"
     assert us(text, replace(DEVICE, launch_us=7.0)) == {"y": 3 * 400 / 1e3 + 7.0, "z": 2 * 400 / 1e3}
