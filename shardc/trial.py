@@ -10,14 +10,17 @@ from memory again; of that, what is measured in a loop shows little. So the firs
 plans, for five factors more: of what a hop takes of compute, of what it takes for each byte, through memory that ranks
 share and otherwise, of quantizing, and of compute in 16 bits. (What that model's compute is still off by is left out
 there.)
+
+A machine is faster in one minute than in the next, and what is foretold is made of both kinds of runs. So none is timed
+at once: all are, a few steps each, one after the other, in rounds.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -66,7 +69,8 @@ ROWS = (1, 4)
 """of a batch, the fewest that are enough; of more, compute without hops has not been pinned"""
 BUSY = 1.25
 """times as much as the busiest lane compute has to do: what holds it up is not hidden"""
-WARMUP, STEPS = 3, 8
+ROUNDS, STEPS = 4, 3
+"""of each run, and in each of them"""
 ALONE_S = 0.7
 """for which forwards and backwards without hops go on, each of the `STEPS` times that they are timed"""
 LAUNCH_US = 40.0
@@ -83,23 +87,53 @@ Run = tuple[Program, int, float]
 """A program, the micro-batches of its step (0: a forward and a backward without hops), and the seconds that it took."""
 
 
+@dataclass
+class Runner:
+    """A compiled model that is run in rounds."""
+
+    model: nn.Module
+    micro_batches: int
+    steps_s: Callable[[], list[float]]
+    """makes the steps of a round, and says what each took"""
+    rounds_s: list[float] = field(default_factory=list)
+
+    def go_on(self) -> Runner:
+        self.rounds_s.append(_slowest(self.steps_s()))
+        return self
+
+    @property
+    def run(self) -> Run:
+        return programs(self.model)[0], self.micro_batches, median(self.rounds_s)
+
+
 def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
     """The topology with compute and factors as they were in training. All ranks call it together, with the same
     numbers, and have the same when it returns."""
     topology = _with(topology, replace(topology.computes, launch_us=LAUNCH_US))
-    alone, runs = {}, []
+    alone: dict[tuple[int, torch.dtype | None, int], Runner] = {}
     for model, plan, x in _without_hops(topology):
         progress(f"running a model of {len(model)} layers on {len(x)} rows of {x.dtype}, without hops")
-        alone[len(model), plan.param_dtype, len(x)] = _alone(plan, model, x)
-    topology = of_rank_0(refitted([*alone.values()], partial(_pinned, topology), len(COMPUTE), FIRM["compute"]))
-    for plan, micro_batches in _plans(topology):
+        alone[len(model), plan.param_dtype, len(x)] = _alone(plan, model, x).go_on()
+    trained = []
+    for plan, micro_batches in _plans(_with_compute(topology, alone.values())):
         progress(f"training a small model, {micro_batches} micro-batches: {plan}")
         rows = _rows(plan, micro_batches)
-        program, _, took_s = _trained(plan, rows, micro_batches)
-        without_hops, _, alone_s = alone[LAYERS + 1, plan.param_dtype, rows]
+        trained.append((_trained(plan, rows, micro_batches).go_on(), alone[LAYERS + 1, plan.param_dtype, rows]))
+    for count in range(1, ROUNDS):
+        progress(f"running all of these again: round {count + 1} of {ROUNDS}")
+        for runner in (*alone.values(), *(it for it, _ in trained)):
+            runner.go_on()
+    topology, runs = _with_compute(topology, alone.values()), []
+    for (program, micro_batches, took_s), (without_hops, _, alone_s) in ((a.run, b.run) for a, b in trained):
         off_s = alone_s - _foretold_s(without_hops, 0, topology)
         runs.append((program, micro_batches, took_s - micro_batches * off_s))
     return of_rank_0(refitted(runs, partial(_scaled, topology), len(HOPS), FIRM["hops"]))
+
+
+def _with_compute(topology: Topology, alone: Iterable[Runner]) -> Topology:
+    """Pinned to what runs without hops have taken so far."""
+    runs = [runner.run for runner in alone]
+    return of_rank_0(refitted(runs, partial(_pinned, topology), len(COMPUTE), FIRM["compute"]))
 
 
 def of_rank_0(topology: Topology) -> Topology:
@@ -132,12 +166,12 @@ def _without_hops(topology: Topology) -> Iterator[tuple[nn.Sequential, Plan, Ten
     yield _narrow_model(), Plan.ddp(topology), torch.randn(1, NARROW, NARROW)
 
 
-def _alone(plan: Plan, model: nn.Module, x: Tensor) -> Run:
-    """The seconds are of a forward and a backward without hops, until all ranks have made them."""
+def _alone(plan: Plan, model: nn.Module, x: Tensor) -> Runner:
+    """A step is some forwards and backwards without hops, until all ranks have made them; the seconds are of one."""
     model = compile(model, plan, progress=lambda text: None)
     _, once_s = _passes_s(model, x, 1), _slowest([_passes_s(model, x, 1)])  # the first compiles
     calls = max(1, int(ALONE_S / once_s))
-    return programs(model)[0], 0, _slowest([_passes_s(model, x, calls) for _ in range(STEPS)])
+    return Runner(model, 0, lambda: [_passes_s(model, x, calls) for _ in range(STEPS)])
 
 
 def _passes_s(model: nn.Module, x: Tensor, calls: int) -> float:
@@ -200,20 +234,25 @@ def _rows(plan: Plan, micro_batches: int) -> int:
     return rows
 
 
-def _trained(plan: Plan, rows: int, micro_batches: int) -> Run:
+def _trained(plan: Plan, rows: int, micro_batches: int) -> Runner:
     """The seconds are from when the last rank was through with one step to when it was with the next."""
     model = compile(_model(), plan, progress=lambda text: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    x, ends_s = _batch(plan, rows), []
-    for _ in range(WARMUP + STEPS):
+    x = _batch(plan, rows)
+
+    def end_s() -> float:
         for i in range(micro_batches):
             with nullcontext() if i == micro_batches - 1 else model.no_sync():
                 model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        ends_s.append(time.perf_counter())
-    steps_s = [end - begin for begin, end in pairwise(ends_s[WARMUP - 1 :])]
-    return programs(model)[0], micro_batches, _slowest(steps_s)
+        return time.perf_counter()
+
+    def steps_s() -> list[float]:
+        return [end - begin for begin, end in pairwise([end_s() for _ in range(1 + STEPS)])]
+
+    steps_s()  # compiles
+    return Runner(model, micro_batches, steps_s)
 
 
 def _slowest(seconds: Sequence[float]) -> float:
