@@ -54,6 +54,7 @@ RUNS = (
     (partial(Plan.paro, letters="IIG"), 4),
     (partial(Plan.paro, letters="NIG"), 1),
     (partial(Plan.paro, letters="NIG"), 4),
+    (partial(Plan.paro, letters="NIG", param_dtype=torch.bfloat16), 1),
     (_narrow, 1),
     (partial(_narrow, dtype=torch.bfloat16), 1),
 )
@@ -61,6 +62,8 @@ RUNS = (
 few, between hosts and inside of them."""
 LAYERS, DIM, HEADS, VOCAB, TOKENS = 2, 384, 8, 8192, 128
 """of a model that has half of its parameters in one matrix, as small language models do"""
+LENGTH = LAYERS + 2
+"""with that matrix and a loss"""
 DEEP = 6
 """layers of one without that matrix"""
 NARROW, MANY = 64, 48
@@ -118,7 +121,7 @@ def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
     for plan, micro_batches in _plans(_with_compute(topology, alone.values())):
         progress(f"training a small model, {micro_batches} micro-batches: {plan}")
         rows = _rows(plan, micro_batches)
-        trained.append((_trained(plan, rows, micro_batches).go_on(), alone[LAYERS + 1, plan.param_dtype, rows]))
+        trained.append((_trained(plan, rows, micro_batches).go_on(), alone[LENGTH, plan.param_dtype, rows]))
     for count in range(1, ROUNDS):
         progress(f"running all of these again: round {count + 1} of {ROUNDS}")
         for runner in (*alone.values(), *(it for it, _ in trained)):
@@ -180,7 +183,7 @@ def _passes_s(model: nn.Module, x: Tensor, calls: int) -> float:
     began = time.perf_counter()
     for _ in range(calls):
         with model.no_sync():
-            model(x).square().mean().backward()
+            model(x).backward()
     dist.barrier()
     return (time.perf_counter() - began) / calls
 
@@ -208,18 +211,29 @@ def _plans(topology: Topology) -> Iterator[tuple[Plan, int]]:
             yield plan, micro_batches
 
 
+class MeanSquare(nn.Module):
+    """A loss, in the graph, so that it is foretold as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(DIM, HEADS) for _ in range(LAYERS)), nn.Linear(DIM, VOCAB, bias=False))
+    return _with_loss(*(Block(DIM, HEADS) for _ in range(LAYERS)), nn.Linear(DIM, VOCAB, bias=False))
 
 
 def _deep_model() -> nn.Sequential:
-    return nn.Sequential(*(Block(DIM, HEADS) for _ in range(DEEP)))
+    return _with_loss(*(Block(DIM, HEADS) for _ in range(DEEP)))
 
 
 def _narrow_model() -> nn.Sequential:
     layers = (nn.Sequential(nn.RMSNorm(NARROW), nn.Linear(NARROW, NARROW, bias=False), nn.SiLU()) for _ in range(MANY))
-    return nn.Sequential(*layers)
+    return _with_loss(*layers)
+
+
+def _with_loss(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(*layers, MeanSquare())
 
 
 def _batch(plan: Plan, rows: int) -> Tensor:
@@ -243,7 +257,7 @@ def _trained(plan: Plan, rows: int, micro_batches: int) -> Runner:
     def end_s() -> float:
         for i in range(micro_batches):
             with nullcontext() if i == micro_batches - 1 else model.no_sync():
-                model(x).square().mean().backward()
+                model(x).backward()
         optimizer.step()
         optimizer.zero_grad()
         return time.perf_counter()

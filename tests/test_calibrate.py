@@ -89,7 +89,7 @@ def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:
     device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=2.0, library="gloo", tables=tables)
     known = shardc.Topology(node=2, gpu=2).with_links(device, **links)
     plans = list(trial._plans(known))
-    assert len(plans) == 8
+    assert len(plans) == len(trial.RUNS)
     programs = [(trace(trial._model(), plan, trial._batch(plan, 1), keep=False), count) for plan, count in plans]
     true = trial._scaled(known, [1.5, 3.0, 2.0, 2.5, 1.5])
     runs = [(program, count, trial._foretold_s(program, count, true)) for program, count in programs]
