@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from math import prod
+from operator import or_
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -77,7 +79,7 @@ class Footprint:
     """of each call: bytes while each node runs"""
     peak: Peak = field(default_factory=lambda: Peak(0, "", {}, ()))
     arenas: list[int] = field(default_factory=list)
-    """of each call: the most bytes in arenas, which keep those of the call that needs most"""
+    """of each call: how far it reaches in arenas, which keep the most that any needs"""
     end_bytes: int = 0
     """when the last call is over"""
 
@@ -114,8 +116,9 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
     residuals_bytes = _residuals_bytes(program)
     shared = program.topology if program.library in BY_MESSAGES else None
     rooms = beside.rooms_bytes([graph for _, graph in calls], shared) if shared else 0
-    found.arenas = beside.arena_bytes([graph for _, graph in calls], shared) if shared else []
-    arena = max(found.arenas, default=0)
+    reached = beside.arena_bytes([graph for _, graph in calls], shared) if shared else []
+    found.arenas = [by_axis.total() for by_axis in reached]
+    arena = reduce(or_, reached, Counter()).total()
     saved = _Saved()
     for variant, graph in calls:
         given_up = saved.given_up(graph) if variant.half == "backward" else set()

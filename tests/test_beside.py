@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
 
-from passes import ops
 from passes.parse import parse
 from shardc.arena import pages
 from shardc.beside import Flights, arena_bytes, in_arena, received, rooms_bytes
@@ -15,6 +14,7 @@ DEVICE = Device("even", tflops=1.0, memory_gb_per_s=1.0, memory_gb=1.0, efficien
 LINKS = {"node": Link(1.0, 5.0), "gpu": Link(10.0, 1.0, near=True)}
 HOSTS = Topology(node=2, gpu=2).with_links(DEVICE, **LINKS)
 WHOLE = 64 * 1024 * 4
+SMALL = WHOLE // 8
 
 GATHERS = """\
 def forward(u: f32[32, 1024], v: f32[32, 1024], w: f32[32, 1024], x: f32[64, 64]):
@@ -30,6 +30,34 @@ def forward(u: f32[32, 1024], v: f32[32, 1024], w: f32[32, 1024], x: f32[64, 64]
     return [i, j, k]
 """
 
+ONE = """\
+def forward(u: f32[32, 1024], x: f32[64, 64]):
+    a: f32[64, 1024] = all_gather(u, 'gpu', 2, params=['u'])
+    d: f32[64, 1024] = wait(a)
+    i: f32[64, 1024] = mm(x, d)
+    return [i]
+"""
+
+GAPS = """\
+def forward(t: f32[4, 1024], u: f32[4, 1024], v: f32[4, 1024], w: f32[4, 1024], z: f32[32, 1024], x: f32[8, 8]):
+    a: f32[8, 1024] = all_gather(t, 'gpu', 2, params=['t'])
+    b: f32[8, 1024] = all_gather(u, 'gpu', 2, params=['u'])
+    c: f32[8, 1024] = all_gather(v, 'gpu', 2, params=['v'])
+    d: f32[8, 1024] = wait(a)
+    e: f32[8, 1024] = wait(b)
+    f: f32[8, 1024] = wait(c)
+    g: f32[8, 1024] = mm(x, d)
+    h: f32[8, 1024] = mm(x, f)
+    i: f32[8, 1024] = all_gather(w, 'gpu', 2, params=['w'])
+    j: f32[8, 1024] = wait(i)
+    k: f32[8, 1024] = mm(x, j)
+    l: f32[64, 1024] = all_gather(z, 'gpu', 2, params=['z'])
+    m: f32[8, 1024] = mm(x, e)
+    n: f32[64, 1024] = wait(l)
+    o: f32[64, 1024] = mul.Tensor(n, 2)
+    return [g, h, k, m, o]
+"""
+
 REDUCTIONS = """\
 def backward(u: f32[64, 1024], v: f32[64, 1024], w: f32[32, 1024]):
     a: f32[32, 1024] = reduce_scatter(u, 'AXIS', 2, purpose='reduce', params=['u'])
@@ -42,22 +70,35 @@ def backward(u: f32[64, 1024], v: f32[64, 1024], w: f32[32, 1024]):
 """
 
 
-def test_what_is_gathered_stays_for_ranks_that_are_behind_until_they_must_have_started_the_next() -> None:
+def test_ranks_that_are_behind_may_need_something_until_they_must_have_started_the_next_hop() -> None:
     graph = parse(GATHERS)
-    flights, nodes = Flights(graph), [node.name for node in graph.nodes]
-    a, b, _ = ops.hops(graph)
-    over = {node: replace(flights.life(node, 1), death=nodes.index(last)) for node, last in ((a, "i"), (b, "j"))}
-    assert nodes[flights.until_others(over[a], "gpu").death] == "f"  # nobody waits for c before others have started it
-    assert nodes[flights.until_others(over[b], "gpu").death] == "f"
-    assert nodes[flights.until_others(replace(over[b], death=nodes.index("b")), "node").death] == "output"
+    flights, nodes = Flights([graph, graph]), [node.name for node in graph.nodes] * 2
+
+    def until(name: str, axis: str = "gpu") -> int:
+        return flights.until_others(nodes.index(name), axis)
+
+    first = {name: nodes.index(name) for name in nodes}
+    again = {name: len(nodes) // 2 + i for name, i in first.items()}
+    assert until("i") == until("j") == first["f"]  # nobody waits for c before others have started it
+    assert until("a") == first["e"] and until("k") == again["d"]  # in the next call
+    assert flights.until_others(again["k"], "gpu") == until("b", "node") == len(nodes)
 
 
 def test_an_arena_has_a_share_of_all_that_one_of_its_ranks_may_need() -> None:
     graph = parse(GATHERS)
     assert set(in_arena(graph, HOSTS, {}).values()) == {"gpu"}
-    assert arena_bytes([graph], HOSTS) == [3 * WHOLE // 2]
+    assert arena_bytes([graph], HOSTS) == [Counter(gpu=3 * WHOLE // 2)]
     far = Topology(node=2, gpu=2).with_links(DEVICE, **LINKS | {"gpu": Link(10.0, 1.0)})
-    assert in_arena(graph, far, {}) == {} and arena_bytes([graph], far) == [0]
+    assert in_arena(graph, far, {}) == {} and arena_bytes([graph], far) == [Counter()]
+
+
+def test_what_ranks_that_are_behind_need_of_a_step_lies_beside_what_the_next_gathers_first() -> None:
+    assert arena_bytes([parse(ONE)], HOSTS) == [Counter(gpu=2 * WHOLE // 2)]
+
+
+def test_an_arena_reaches_past_gaps_that_are_too_small() -> None:
+    """When l comes, those of a and c are free, but that of b lies between them."""
+    assert arena_bytes([parse(GAPS)], HOSTS) == [Counter(gpu=(4 * SMALL + WHOLE) // 2)]
 
 
 def test_a_room_is_used_again_when_others_must_have_read_it() -> None:
@@ -66,7 +107,7 @@ def test_a_room_is_used_again_when_others_must_have_read_it() -> None:
     assert rooms_bytes([graph], HOSTS) == 2 * sent  # the second is sent when the first may not have been read
     assert rooms_bytes([graph, graph], HOSTS) == 2 * sent
     small = parse(REDUCTIONS.replace("AXIS", "gpu").replace("v: f32[64", "v: f32[8").replace("b: f32[32", "b: f32[4"))
-    assert rooms_bytes([small], HOSTS) == sent + pages(sent // 8)
+    assert rooms_bytes([small], HOSTS) == 2 * sent + pages(sent // 8)  # c is where a was, when the next a comes
 
 
 def test_what_comes_from_other_hosts_to_be_summed_is_there_from_start_to_wait() -> None:

@@ -11,6 +11,7 @@ Exits with 1 where a forecast is off by more than `--limit`.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from functools import partial
@@ -68,7 +69,9 @@ def say(text: str, file: TextIO = sys.stdout) -> None:
 
 def measure(plan: shardc.Plan, micro_batches: int) -> tuple[int, Footprint]:
     """Bytes at the peak, and what was foretold."""
-    give_back()  # what plans before have shared
+    torch._dynamo.reset()  # what it holds of models of plans before: they give back what they have shared when they go
+    gc.collect()
+    give_back()
     torch.manual_seed(0)
     model = shardc.compile(Llama(CONFIG), plan, progress=lambda text: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
