@@ -122,8 +122,8 @@ class Device:
     """for which a host that computes is busy with calling a product, and what is fused around it; 0 where the host runs
     ahead, as of a GPU"""
     slower_fused: float = 1.0
-    """how many times as long as to read and write it takes to compute what is fused; 1 where that was not measured, as
-    on a GPU"""
+    """how many times as long as to read and write it takes to compute what is fused, or the product of a matrix of few
+    columns; 1 where that was not measured, as on a GPU"""
     slower_copied: float = 1.0
     """how many times as long as the table of memory says it takes to copy values that no cache holds into one"""
 

@@ -190,6 +190,11 @@ def test_calling_a_product_takes_a_host_time_and_what_is_fused_does_not() -> Non
     assert us(text, replace(DEVICE, launch_us=7.0)) == {"y": 3 * 400 / 1e3 + 7.0, "z": 2 * 400 / 1e3}
 
 
+def test_a_product_of_few_columns_reads_as_slowly_as_what_is_fused() -> None:
+    text = "def forward(x: f32[100, 100], w: f32[100, 1]):\n    y = mm(x, w)\n    return [y]\n"
+    assert us(text, replace(DEVICE, slower_fused=5.0)) == {"y": 5 * 4 * (100 * 100 + 2 * 100) / 1e3}
+
+
 def test_quantizing_takes_what_was_measured_of_it_or_its_bytes() -> None:
     there = "def forward(x: f32[64, 64]):\n    m = quantize(x, 'int8', 64, 2)\n    return [m]\n"
     back = "def forward(m: u8[2, 2176]):\n    y = shardc.dequantize(m, 'int8', 64, [64, 64], f32)\n    return [y]\n"

@@ -307,6 +307,7 @@ def _rows_of_shardc() -> Iterator[tuple[str, Row]]:
     for name in ("IIG", "ING"):
         row = partial(ours, make=PLANS[name])
         yield f"shardc-{name}-lora", Row(row, "fp32", OURS, "alone-lora-compiled", lora=True, where=_several)
+    yield "planner-lora", Row(chosen, "fp32", OURS, "alone-lora-compiled", lora=True, where=_several)
 
 
 HSDP = partial(fsdp2, replicated=True)

@@ -68,10 +68,12 @@ def calibrated(task: Task) -> Result:
 
 
 def searched(task: Task) -> Result:
-    """`search/-bf16`: with the formats of that suffix."""
-    options = FORMATS[task.row.split("/")[1]].search
+    """`search/-bf16`: for the planner's row of that suffix."""
+    suffix = task.row.split("/")[1]
+    row = ROWS[f"planner{suffix}"]
+    options = FORMATS["" if row.lora else suffix].search
     with torch.device("meta"):
-        model = built()
+        model = built(row)
         ids = torch.zeros(1, CONFIG.context, dtype=torch.long)
     found = shardc.search(model, task.shape, ids, ids, memory=task.memory, micro_batches=task.micro_batches, **options)
     return {"plan": found.plan.to_json(), "foretold_s": found.best.step_us / 1e6, "table": str(found)}
