@@ -130,8 +130,9 @@ def arena_bytes(graphs: Sequence[fx.Graph], shared: Topology) -> list[Counter[st
     length = flights.begins[len(graphs)]
     found = [Counter[str]() for _ in graphs]
     taken: dict[str, list[_Block]] = defaultdict(list)
+    blocks = sorted(_blocks(graphs, shared), key=lambda block: block.birth)
     for step_begin in (0, length):
-        for block in sorted(_blocks(graphs, shared), key=lambda block: block.birth):
+        for block in blocks:
             birth, death = step_begin + block.birth, step_begin + block.death
             there = taken[block.axis] = [other for other in taken[block.axis] if other.death >= birth]
             offset = _smallest_gap(there, block.bytes)

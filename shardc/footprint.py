@@ -118,7 +118,7 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
     rooms = beside.rooms_bytes([graph for _, graph in calls], shared) if shared else 0
     reached = beside.arena_bytes([graph for _, graph in calls], shared) if shared else []
     found.arenas = [by_axis.total() for by_axis in reached]
-    arena = reduce(or_, reached, Counter()).total()
+    arena = reduce(or_, reached, Counter()).total()  # along each axis the farthest
     saved = _Saved()
     for variant, graph in calls:
         given_up = saved.given_up(graph) if variant.half == "backward" else set()

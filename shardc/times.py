@@ -219,8 +219,8 @@ def _node_us(node: fx.Node, topology: Topology) -> float:
     if not _is_heavy(node):
         return device.copied_us(moved_bytes) if node.target in _COPYING else device.fused_us(moved_bytes)
     product_us = device.product_us(_flops(node), _itemsize(node), _kind(node), _heads(node))
-    few_columns_us = device.fused_us(moved_bytes)  # it reads as slowly as what is fused
-    return max(product_us, few_columns_us) + device.launch_us
+    read_us = device.fused_us(moved_bytes)  # of few columns that takes longer
+    return max(product_us, read_us) + device.launch_us
 
 
 _COPYING = (torch.ops.aten.cat.default, torch.ops.aten.clone.default)

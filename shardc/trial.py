@@ -84,9 +84,9 @@ COMPUTE = ("products32", "products16", "fused", "launch")
 HOPS = ("hop", "near byte", "far byte", "quantize", "16 bits")
 """what compute is taken by, and what takes longer beside it, as `_scaled` has them"""
 FITS = 6
-"""of compute: the error is halved each time"""
+"""of compute: after one, calls can be pinned to three times what they take"""
 FIRM = {"compute": 0.02, "hops": 0.08}
-"""A factor of 2 is as unlikely as what takes so much longer than foretold."""
+"""In each fit a factor of 2 is as unlikely as what takes so much longer than foretold."""
 
 
 Run = tuple[Program, int, float]
@@ -145,7 +145,7 @@ def pinned(topology: Topology, runs: Sequence[Run]) -> Topology:
     """To runs without hops. Over and over, for which products take as long as it takes to read them is not known before
     it is how slowly they are read."""
     for _ in range(FITS):
-        topology = refitted(runs, partial(_pinned, topology), len(COMPUTE), FIRM["compute"])
+        topology = refitted(runs, partial(_with_factors, topology), len(COMPUTE), FIRM["compute"])
     return topology
 
 
@@ -199,7 +199,7 @@ def _passes_s(model: nn.Module, x: Tensor, calls: int) -> float:
     return (time.perf_counter() - began) / calls
 
 
-def _pinned(topology: Topology, factors: Sequence[float]) -> Topology:
+def _with_factors(topology: Topology, factors: Sequence[float]) -> Topology:
     device = slowed(topology.computes, dict(zip(COMPUTE, factors, strict=True)))
     return _with(topology, replace(device, launch_us=factors[-1] * device.launch_us))
 

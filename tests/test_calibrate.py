@@ -109,7 +109,7 @@ def test_products_what_is_fused_and_calls_take_what_compute_took() -> None:
     tables |= {"memory": ((1 << 13, 1.0), (1 << 27, 1e5)), "attention16": ((10**6, 200.0), (10**9, 2e5))}
     device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=2.0, library="gloo", tables=tables, launch_us=40.0)
     known = shardc.Topology(gpu=2).with_links(device, gpu=Link(1.0, 5.0))
-    true, runs = trial._pinned(known, [1.2, 2.5, 4.0, 0.6]), []
+    true, runs = trial._with_factors(known, [1.2, 2.5, 4.0, 0.6]), []
     assert true.computes.tables["attention16"] == tables["attention16"]
     assert true.computes.tables["memory"] == tables["memory"], "an optimizer reads and writes as fast as before"
     for model, plan, x in trial._without_hops(known):

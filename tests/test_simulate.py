@@ -221,7 +221,7 @@ def test_what_ranks_of_one_host_gather_is_there_once_for_all_of_them() -> None:
     still_apart, shared, scattered = gathered_bytes(near)
     full = sum(p.numel() for p in Blocks().parameters()) * 4
     once = full // 2 + full // 4  # for two ranks: all, and halves of all
-    assert nothing == 0 < shared <= 2 * once  # of the forward, too, for a rank that is behind
+    assert nothing == 0 and once < shared <= 2 * once  # of the forward, too, for a rank that is behind
     assert still_apart < apart and 0 < scattered <= sent
 
 
