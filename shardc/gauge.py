@@ -67,8 +67,8 @@ def gauged(device: torch.device, progress: Say = lambda text: None) -> Device:
 
 
 def slowed(device: Device, factors: Mapping[str, float]) -> Device:
-    """With what its tables are of, and what is fused ("fused"), that take so many times as long."""
-    short, long, fused = (factors.get(of, 1.0) for of in ("products16", "products32", "fused"))
+    """With what its tables are of that takes so many times as long."""
+    short, long = (factors.get(of, 1.0) for of in ("products16", "products32"))
     tables = {
         name: tuple((amount, us * factors.get(name, 1.0)) for amount, us in table)
         for name, table in device.tables.items()
@@ -77,7 +77,6 @@ def slowed(device: Device, factors: Mapping[str, float]) -> Device:
         device,
         tflops=device.tflops / short,
         slower_fp32=device.slower_fp32 * long / short,
-        slower_fused=device.slower_fused * fused,
         tables=tables,
     )
 

@@ -12,8 +12,8 @@ of the hosts (Sanders, Speck and Traeff, 2009).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from itertools import pairwise
 from math import exp, log
@@ -87,10 +87,7 @@ class Link:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Link:
-        if unknown := saved.keys() - {"gb_per_s", "latency_us", "tables", *_MORE}:
-            raise Error(
-                f"a link has no {', '.join(sorted(unknown))}", fix="measure it again: python -m shardc calibrate"
-            )
+        _check_known("a link", saved, {"gb_per_s", "latency_us", "tables", *_MORE})
         more = {name: saved[name] for name in _MORE if name in saved}
         return cls(float(saved["gb_per_s"]), float(saved["latency_us"]), _read(saved), **more)
 
@@ -119,11 +116,11 @@ class Device:
     like, by operations of a head, of "quantize int8" and the like, "dequantize int8" and the like, by elements, and of
     "memory", by bytes read and written; where there is one, it counts and the rates do not"""
     launch_us: float = 0.0
-    """for which a host that computes is busy with calling a product, and what is fused around it; 0 where the host runs
-    ahead, as of a GPU"""
-    slower_fused: float = 1.0
-    """how many times as long as to read and write it takes to compute what is fused, or the product of a matrix of few
-    columns; 1 where that was not measured, as on a GPU"""
+    """for which a host that computes is busy with calling a product and what is fused around it, or an optimizer's step
+    of a parameter; 0 where the host runs ahead, as of a GPU"""
+    value_ns: float = 0.0
+    """for which each number that is computed, or that a product reads or writes, takes longer than its operations and
+    its bytes do; 0 where that was not measured, as on a GPU, which has all three at once"""
     slower_copied: float = 1.0
     """how many times as long as the table of memory says it takes to copy values that no cache holds into one"""
 
@@ -152,19 +149,25 @@ class Device:
             return _interpolated(table, moved_bytes)
         return moved_bytes / self.memory_gb_per_s / self.efficiency / 1e3
 
-    def fused_us(self, moved_bytes: float) -> float:
-        """Of ops that are fused, and read and write so many bytes in all."""
-        return self.slower_fused * self.memory_us(moved_bytes)
+    def values_us(self, numbers: float) -> float:
+        """Of computing so many, or of their part in products, beside operations and bytes."""
+        return self.value_ns * numbers / 1e3
 
     def copied_us(self, moved_bytes: float) -> float:
         """Of copies, such as those into buckets and out of them, that read and write so many bytes in all."""
         return self.slower_copied * self.memory_us(moved_bytes)
+
+    def updated_us(self, own_bytes: float, optimizer_states: int) -> float:
+        """Of an optimizer's step of a parameter, of which this rank has so many bytes: its gradient is read, the
+        parameter and its states are read and written."""
+        return self.launch_us + self.memory_us(own_bytes * (1 + 2 * (1 + optimizer_states)))
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "tables"} | _saved(self.tables)
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Device:
+        _check_known("a device", saved, {it.name for it in fields(cls)})
         return cls(**{**saved, "tables": _read(saved)})
 
 
@@ -185,6 +188,11 @@ def _interpolated(table: Table, amount: float) -> float:
     (low, low_us), (high, high_us) = table[i - 1], table[i]
     share = log(amount / low) / log(high / low)
     return low_us * exp(share * log(high_us / low_us))
+
+
+def _check_known(what: str, saved: Mapping[str, Any], known: Set[str]) -> None:
+    if unknown := saved.keys() - known:
+        raise Error(f"{what} has no {', '.join(sorted(unknown))}", fix="measure it again: python -m shardc calibrate")
 
 
 def _check(tables: Mapping[str, Table]) -> None:

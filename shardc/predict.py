@@ -257,10 +257,7 @@ def move_of(event: Event) -> str:
 
 
 def _update_us(program: Program, optimizer_states: int) -> float:
-    """The optimizer reads gradients, and reads and writes masters and its state; nothing else happens meanwhile."""
-    total = 0
-    for param in program.registered.values():
-        if param.layout.trainable:
-            own = prod(param.layout.rung_shape(param.layout.optim)) * param.master_dtype.itemsize
-            total += own * (1 + 2 * (1 + optimizer_states))
-    return program.topology.computes.memory_us(total)
+    """Nothing else happens while the optimizer goes from parameter to parameter."""
+    trained = [it for it in program.registered.values() if it.layout.trainable]
+    own = (prod(it.layout.rung_shape(it.layout.optim)) * it.master_dtype.itemsize for it in trained)
+    return sum(program.topology.computes.updated_us(size, optimizer_states) for size in own)

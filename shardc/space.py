@@ -84,6 +84,8 @@ def wirings(topology: Topology, up: Collection[str], down: Collection[str]) -> l
 class Group(NamedTuple):
     """What parameters have in common."""
 
+    elements: int
+    """of one parameter"""
     rows: int
     """of dim 0, which is split"""
     master_bytes: int
@@ -342,9 +344,10 @@ class Space:
         return tuple(found.values())
 
     def update_us(self, row: Factors) -> float:
-        """The optimizer reads gradients; masters and its state it reads and writes."""
-        total = sum(n * g.master_bytes for g, n in self.padded(row.optim) if g.trainable) / row.optim
-        return self.topology.computes.memory_us(total * (1 + 2 * (1 + self.states)))
+        """Of a step's parameters, by the optimizer."""
+        own = ((g, g.elements // g.rows * -(-g.rows // row.optim)) for g in self.facts.groups if g.trainable)
+        updated_us = self.topology.computes.updated_us
+        return sum(self.facts.groups[g] / g.elements * updated_us(n * g.master_bytes, self.states) for g, n in own)
 
     def rest_bytes(self, row: Factors) -> int:
         """Between a forward and its backward: masters, optimizer state, copies, shards kept for the backward, sums of
@@ -420,6 +423,7 @@ def _ends(program: Program, half: str) -> list[Flight]:
 def _group(base: Plan, name: str, parameter: nn.Parameter, which: Mapping[str, bool]) -> Group:
     weight = base.compute_dtype(parameter.dtype)
     return Group(
+        parameter.numel(),
         parameter.shape[0] if parameter.ndim else 1,
         parameter.dtype.itemsize,
         weight.itemsize,

@@ -3,7 +3,7 @@
 Compute is pinned first, without hops: models go forward and backward, one with a large matrix, of few rows and of more,
 a deep one, both in 32 bits and in 16, and one of adapters, whose many small products take what it takes to call them;
 next to nothing is fused there, which could be mistaken for calls. Four factors make what was foretold of them most like
-what these took: of products of either length, of what is fused, and of calls.
+what these took: of products of either length, of single numbers, and of calls.
 (Attention takes what its table says; where it was scaled with products, what these take hid behind it.)
 
 Beside hops in flight compute finds its caches cold, threads wake up at the wrong time, and each start reads its code
@@ -77,10 +77,10 @@ ROUNDS, STEPS = 4, 3
 """of each run, and in each of them"""
 ALONE_S = 0.7
 """for which forwards and backwards without hops go on, each of the `STEPS` times that they are timed"""
-LAUNCH_US = 40.0
-"""of a product, before it is pinned"""
-COMPUTE = ("products32", "products16", "fused", "launch")
-"""what is pinned, but for the last as `shardc.gauge.slowed` names it"""
+LAUNCH_US, VALUE_NS = 40.0, 0.5
+"""of a product, and of a number, before they are pinned"""
+COMPUTE = ("products32", "products16", "number", "launch")
+"""what is pinned"""
 HOPS = ("hop", "near byte", "far byte", "quantize", "16 bits")
 """what compute is taken by, and what takes longer beside it, as `_scaled` has them"""
 FITS = 6
@@ -115,7 +115,7 @@ class Runner:
 def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
     """The topology with compute and factors as they were in training. All ranks call it together, with the same
     numbers, and have the same when it returns."""
-    topology = _with(topology, replace(topology.computes, launch_us=LAUNCH_US))
+    topology = _with(topology, replace(topology.computes, launch_us=LAUNCH_US, value_ns=VALUE_NS))
     alone: dict[tuple[int, torch.dtype | None, int], Runner] = {}
     for model, plan, x in _without_hops(topology):
         progress(f"running a model of {len(model)} layers on {len(x)} rows of {x.dtype}, without hops")
@@ -143,7 +143,7 @@ def _with_compute(topology: Topology, alone: Iterable[Runner]) -> Topology:
 
 def pinned(topology: Topology, runs: Sequence[Run]) -> Topology:
     """To runs without hops. Over and over, for which products take as long as it takes to read them is not known before
-    it is how slowly they are read."""
+    it is how long their operations take."""
     for _ in range(FITS):
         topology = refitted(runs, partial(_with_factors, topology), len(COMPUTE), FIRM["compute"])
     return topology
@@ -200,8 +200,11 @@ def _passes_s(model: nn.Module, x: Tensor, calls: int) -> float:
 
 
 def _with_factors(topology: Topology, factors: Sequence[float]) -> Topology:
-    device = slowed(topology.computes, dict(zip(COMPUTE, factors, strict=True)))
-    return _with(topology, replace(device, launch_us=factors[-1] * device.launch_us))
+    *of_products, of_number, of_launch = factors
+    device = slowed(topology.computes, dict(zip(COMPUTE, of_products, strict=False)))
+    return _with(
+        topology, replace(device, launch_us=of_launch * device.launch_us, value_ns=of_number * device.value_ns)
+    )
 
 
 def _with(topology: Topology, device: Device) -> Topology:
