@@ -4,6 +4,9 @@ for a plan, or trains in one process to have losses to compare with.
 A step is a forward and a backward of each micro-batch and the optimizer's update; steps follow each other without a
 barrier, so that what is put off to the next step is counted there. Python's garbage collector is off between them. Peak
 memory is taken in two more steps: what the C library's allocator gives out beyond what lives between steps, and that.
+
+Machines get slower and faster within minutes. So before and after what is measured all ranks make the same piece of
+compute, and how long it took goes with the result.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,7 @@ import shardc
 from passes import ops
 from passes.order import Orders
 from shardc.cost import crossing, step_bytes
+from shardc.gauge import repeated_us
 from shardc.heap import keep_freed
 from shardc.near import held_bytes, is_shared
 from shardc.predict import predicted
@@ -40,6 +45,8 @@ TOKENS = 256
 """that texts are made of, of a larger vocabulary: that is what is learned first"""
 LEARNING_RATE = 1e-3
 PEAK_STEPS = 2
+LAYERS = 48
+"""of a piece of compute, whose matrices take 28 MB"""
 
 Result = dict[str, Any]
 
@@ -62,8 +69,32 @@ def _job(row: str) -> Callable[[Task], Result]:
     return {"calibrate": calibrated, "search": searched, "one-process": in_one_process}[row.split("/")[0]]
 
 
+def paced(measure: Callable[[Task], Result]) -> Callable[[Task], Result]:
+    """With what a piece of compute took before and after."""
+
+    @wraps(measure)
+    def result(task: Task) -> Result:
+        dist.init_process_group("gloo")
+        before_us = piece_us()
+        found = measure(task)
+        return found | {"pieces_us": [before_us, piece_us()]}
+
+    return result
+
+
+def piece_us() -> float:
+    """Of what a layer does with matrices that no cache holds, made by all ranks at once."""
+    weights, x = torch.randn(LAYERS, CONFIG.dim, CONFIG.dim), torch.randn(CONFIG.context, CONFIG.dim)
+
+    def piece() -> None:
+        for weight in weights:
+            nn.functional.silu(x @ weight)
+
+    return repeated_us(piece, torch.device("cpu"))
+
+
+@paced
 def calibrated(task: Task) -> Result:
-    dist.init_process_group("gloo")
     return {"topology": shardc.calibrate(task.shape).to_dict()}
 
 
@@ -150,9 +181,9 @@ class Loop:
         }
 
 
+@paced
 def measured(task: Task) -> Result:
     """Of one row."""
-    dist.init_process_group("gloo")
     parameters = parameters_of(built(ROWS[task.row]))
     began = time.perf_counter()
     system = ROWS[task.row].make(task)
