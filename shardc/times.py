@@ -7,7 +7,7 @@ read that no fused op has made, and what they write for others than fused ops. Q
 On a CPU each number takes its time beside that: a product puts its matrices in order first, and what is fused is
 computed. That products and what is fused pay the same for a number is enough: forwards and backwards of eleven models,
 of which seven were fitted to, took within 10% of what is foretold. With what is fused as a multiple of its bytes, some
-took 24% more, and sums of gradients, which are hardly more than bytes, were foretold three times too long.
+were foretold 24% too short, and sums of gradients, which are hardly more than bytes, three times too long.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ ALONE_S = 0.7
 LAUNCH_US, VALUE_NS = 40.0, 0.5
 """of a product, and of a number, before they are pinned"""
 COMPUTE = ("products32", "products16", "number", "launch")
-"""what is pinned"""
+"""what is pinned, as `_with_factors` has it"""
 HOPS = ("hop", "near byte", "far byte", "quantize", "16 bits")
 """what compute is taken by, and what takes longer beside it, as `_scaled` has them"""
 FITS = 6
@@ -200,11 +200,10 @@ def _passes_s(model: nn.Module, x: Tensor, calls: int) -> float:
 
 
 def _with_factors(topology: Topology, factors: Sequence[float]) -> Topology:
-    *of_products, of_number, of_launch = factors
-    device = slowed(topology.computes, dict(zip(COMPUTE, of_products, strict=False)))
-    return _with(
-        topology, replace(device, launch_us=of_launch * device.launch_us, value_ns=of_number * device.value_ns)
-    )
+    long, short, of_number, of_launch = factors
+    device = slowed(topology.computes, {"products32": long, "products16": short})
+    device = replace(device, value_ns=of_number * device.value_ns, launch_us=of_launch * device.launch_us)
+    return _with(topology, device)
 
 
 def _with(topology: Topology, device: Device) -> Topology:

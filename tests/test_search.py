@@ -104,6 +104,7 @@ def test_no_plan_takes_less_or_holds_less_than_its_bounds(micro_batches: int) ->
     space, found = predictions(micro_batches, "80GB")
     for row, it in found.items():
         assert it.step_us >= space.bound_us(row, Wiring())
+        assert it.update_us == pytest.approx(space.update_us(row), rel=1e-3)
         assert it.peak_bytes >= space.rest_bytes(row)
 
 

@@ -201,6 +201,12 @@ def test_a_product_takes_as_much_longer_as_its_matrices_have_numbers() -> None:
     assert us(text, replace(DEVICE, value_ns=3.0)) == {"y": pytest.approx(4 * numbers / 1e3 + 3 * numbers / 1e3)}
 
 
+def test_an_optimizer_calls_a_step_for_each_parameter_and_reads_and_writes_it() -> None:
+    device = replace(DEVICE, launch_us=7.0)
+    assert device.updated_us(1000, optimizer_states=2) == 7.0 + (1 + 2 * 3) * 1000 / 1e3
+    assert device.updated_us(0, optimizer_states=2) == 7.0, "other ranks have all of it"
+
+
 def test_quantizing_takes_what_was_measured_of_it_or_its_bytes() -> None:
     there = "def forward(x: f32[64, 64]):\n    m = quantize(x, 'int8', 64, 2)\n    return [m]\n"
     back = "def forward(m: u8[2, 2176]):\n    y = shardc.dequantize(m, 'int8', 64, [64, 64], f32)\n    return [y]\n"

@@ -328,3 +328,6 @@ def test_links_that_were_measured_in_other_terms_are_measured_again() -> None:
     assert Link.from_dict(saved) == Link(1.0, 2.0, near=True, gather_us_per_mb=3.0)
     with pytest.raises(Error, match=r"a link has no launch_us_per_mb(.|\n)*calibrate"):
         Link.from_dict(saved | {"launch_us_per_mb": 3.0})
+    device = Device("cpu", 1.0, 1.0, 1.0, value_ns=0.5).to_dict()
+    with pytest.raises(Error, match=r"a device has no slower_fused(.|\n)*calibrate"):
+        Device.from_dict(device | {"slower_fused": 5.0})
