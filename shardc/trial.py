@@ -172,7 +172,7 @@ def refitted(runs: Sequence[Run], scaled: Callable[[Sequence[float]], Topology],
 
 def _without_hops(topology: Topology) -> Iterator[tuple[nn.Sequential, Plan, Tensor]]:
     """Models, the plans that say what they compute in, and batches."""
-    for dtype in (None, torch.bfloat16):
+    for dtype in _dtypes(topology):
         plan = Plan.ddp(topology, param_dtype=dtype)
         yield from ((_model(), plan, _batch(plan, rows)) for rows in ROWS)
         yield _deep_model(), plan, _batch(plan, ROWS[0])
@@ -211,7 +211,8 @@ def _with(topology: Topology, device: Device) -> Topology:
 
 
 def _plans(topology: Topology) -> Iterator[tuple[Plan, int]]:
-    """Those that are legal, with micro-batches, and no two that are alike, as where a mesh has one host."""
+    """Those that are legal and in a dtype that is tried, with micro-batches, and no two that are alike, as where a mesh
+    has one host."""
     seen = set()
     for make, micro_batches in RUNS:
         try:
@@ -219,9 +220,15 @@ def _plans(topology: Topology) -> Iterator[tuple[Plan, int]]:
         except Error:  # such as PaRO's on one axis
             continue
         alike = *map(topology.shared_by, plan.default), plan.gather_wire, plan.param_dtype, micro_batches
-        if alike not in seen:
+        if plan.param_dtype in _dtypes(topology) and alike not in seen:
             seen.add(alike)
             yield plan, micro_batches
+
+
+def _dtypes(topology: Topology) -> tuple[torch.dtype | None, ...]:
+    """In which models run. Where products in 16 bits take longer, as on CPUs that have none and emulate them, nobody
+    trains in these, and steps that take ten times as long would be most of the trial."""
+    return (None, torch.bfloat16) if topology.computes.slower_fp32 > 1.0 else (None,)
 
 
 class MeanSquare(nn.Module):

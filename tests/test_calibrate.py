@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardc
 from shardc import trial
@@ -121,6 +122,14 @@ def test_products_numbers_and_calls_take_what_compute_took() -> None:
     for program, _, took_s in runs:
         assert trial._foretold_s(program, 0, found) == pytest.approx(took_s, rel=0.03)
         assert abs(trial._foretold_s(program, 0, known) / took_s - 1) > 0.1
+
+
+@pytest.mark.parametrize(("slower_fp32", "dtypes"), [(2.0, {None, torch.bfloat16}), (0.1, {None})])
+def test_no_model_runs_in_16_bits_where_these_are_emulated(slower_fp32: float, dtypes: set[torch.dtype | None]) -> None:
+    device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=slower_fp32, library="gloo")
+    known = shardc.Topology(node=2, gpu=2).with_links(device, node=Link(0.1, 50.0), gpu=Link(1.0, 5.0))
+    assert {plan.param_dtype for _, plan, _ in trial._without_hops(known)} == dtypes
+    assert {plan.param_dtype for plan, _ in trial._plans(known)} == dtypes
 
 
 def test_without_a_process_group_it_says_what_to_do() -> None:
