@@ -41,9 +41,9 @@ COPIED_BYTES = {"cuda": range(16, 31, 2), "cpu": range(13, 28, 2)}
 """powers of 2"""
 PUT_TOGETHER = {"cuda": (8, 24), "cpu": (8, 19)}
 """values, and of each the bytes (a power of 2)"""
-QUANTIZED = (16, 22)
+QUANTIZED = (18, 22)
 """powers of 2, of elements; on a CPU (a GPU is taken to quantize as fast as it reads and writes)"""
-SHORTEST_US = 1.0
+SHORTEST_NS = 0.01
 """that any of it takes, calls aside"""
 BLOCKS = {"cuda": (4096, 32, 4096), "cpu": (512, 8, 128)}
 """Dim and heads of a block, and the tokens that go through it."""
@@ -60,6 +60,7 @@ BATCHES = 3
 def gauged(device: torch.device, progress: Say = lambda text: None) -> Device:
     """Tables and rates of a device, with what a compiled block takes. All ranks call it together."""
     found = _measured(device, progress)
+    found = replace(found, tables={**found.tables, **_wires(found, device, progress)})
     progress(f"measuring copies of what no cache holds on {device}")
     found, factors = replace(found, slower_copied=_slower_copied(found, device)), {}
     for bits, dtype in DTYPES.items():
@@ -92,9 +93,6 @@ def _measured(device: torch.device, progress: Say = lambda text: None) -> Device
     tflops, fp32_tflops, gb_per_s = (table[-1][0] / table[-1][1] / 1e6 for table in tables.values())
     for bits, dtype in DTYPES.items():
         tables[f"attention{bits}"], tables[f"attention backward{bits}"] = _attention(dtype, device)
-    for wire in LARGEST if device.type == "cpu" else ():
-        progress(f"measuring how fast {wire} is made on {device}")
-        tables[f"quantize {wire}"], tables[f"dequantize {wire}"] = _quantized(wire)
     library = "gloo" if dist.is_initialized() and dist.get_backend() == "gloo" else ""
     return Device(_name(device), tflops, 1e3 * gb_per_s, _memory_gb(device), 1.0, tflops / fp32_tflops, library, tables)
 
@@ -143,23 +141,34 @@ def _slower_copied(known: Device, device: torch.device) -> float:
     return once_us / known.memory_us(2 * count << power)
 
 
-def _quantized(wire: str) -> tuple[Table, Table]:
-    """To messages and back, compiled, of numbers as short as they come: what longer ones take to be read and written
-    counts anyway. Without what it takes of a single block, which is what calls take, and graphs call a region once."""
-    called_us = _there_and_back_us(wire, WIRE_BLOCK)
-    taken = [(1 << power, _there_and_back_us(wire, 1 << power)) for power in QUANTIZED]
-    there, back = ([(n, max(SHORTEST_US, us[i] - called_us[i])) for n, us in taken] for i in (0, 1))
-    return rising(there), rising(back)
+def _wires(known: Device, device: torch.device, progress: Say) -> dict[str, Table]:
+    """Of numbers to messages and back, compiled, what takes longer than reading and writing them."""
+    found = {}
+    for wire in LARGEST if device.type == "cpu" else ():
+        progress(f"measuring how fast {wire} is made on {device}")
+        found[f"quantize {wire}"], found[f"dequantize {wire}"] = _quantized(wire, known)
+    return found
 
 
-def _there_and_back_us(wire: str, count: int) -> tuple[float, float]:
-    """Of so many numbers."""
+def _quantized(wire: str, known: Device) -> tuple[Table, Table]:
+    """Of each number as long as of another: what more of them take. So calls do not count; a graph makes one for many,
+    and they are most of what few take."""
+    few, many = ((1 << power, _there_and_back_us(wire, 1 << power, known)) for power in QUANTIZED)
+    of_each_us = (max(SHORTEST_NS / 1e3, (b - a) / (many[0] - few[0])) for a, b in zip(few[1], many[1], strict=True))
+    there, back = (tuple((n, n * us) for n in (WIRE_BLOCK, many[0])) for us in of_each_us)
+    return there, back
+
+
+def _there_and_back_us(wire: str, count: int, known: Device) -> tuple[float, float]:
+    """Of so many numbers, without what it takes to read and write them."""
     compiled, x = partial(torch.compile, fullgraph=True, dynamic=False), torch.randn(count).to(torch.bfloat16)
     message = quantized(x, wire, WIRE_BLOCK, 1)
     to = compiled(partial(quantized, wire=wire, block=WIRE_BLOCK, pieces=1))
     of = compiled(partial(restored, wire=wire, block=WIRE_BLOCK, shape=x.shape, dtype=x.dtype))
+    moved_us = known.memory_us(x.nbytes + message.nbytes)
     with _torch.capturing():
-        return repeated_us(partial(to, x), x.device), repeated_us(partial(of, message), x.device)
+        there_us, back_us = repeated_us(partial(to, x), x.device), repeated_us(partial(of, message), x.device)
+    return there_us - moved_us, back_us - moved_us
 
 
 def rising(points: Iterable[tuple[int, float]]) -> Table:

@@ -138,8 +138,8 @@ class Device:
         return operations * (1.0 if short else self.slower_fp32) / self.tflops / self.efficiency / 1e6
 
     def quantized_us(self, elements: float, kind: str) -> float:
-        """Of making messages of so many numbers ("quantize int8"), or numbers of messages ("dequantize int4"), where
-        that was measured; else nothing but what reading and writing takes."""
+        """Of making messages of so many numbers ("quantize int8"), or numbers of messages ("dequantize int4"), beside
+        what reading and writing takes; none where that was not measured."""
         table = self.tables.get(kind)
         return _interpolated(table, elements) if table else 0.0
 

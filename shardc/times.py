@@ -2,7 +2,8 @@
 
 Of a hop, what its link says. Of compute, a roofline: a matrix product takes as long as its operations or as the bytes
 that it reads and writes, behind what calling it takes of a host that computes; other ops are fused, and cost what they
-read that no fused op has made, and what they write for others than fused ops. Quantizing has its own rates.
+read that no fused op has made, and what they write for others than fused ops. Quantizing has rates of its own, beside
+what it reads and writes.
 
 On a CPU each number takes its time beside that: a product puts its matrices in order first, and what is fused is
 computed. That products and what is fused pay the same for a number is enough: forwards and backwards of eleven models,
@@ -220,7 +221,7 @@ def _node_us(node: fx.Node, topology: Topology) -> float:
         return 0.0
     moved_bytes = _traffic_bytes(node)
     if node.target in _QUANTIZING:
-        return max(_quantized_us(node, device), device.memory_us(moved_bytes))
+        return device.memory_us(moved_bytes) + _quantized_us(node, device)
     if node.target in _COPYING:
         return device.copied_us(moved_bytes)
     values_us = device.values_us(_values(node))

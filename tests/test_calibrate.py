@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import shardc
-from shardc import trial
+from passes.wire import message_bytes
+from shardc import gauge, trial
 from shardc.calibrate import fitted, summary
 from shardc.links import Device, Link, ring_steps
+from shardc.plan import WIRE_BLOCK
 from shardc.trace import trace
 from world import run
 
@@ -78,6 +80,26 @@ def test_a_job_measures_its_axes_and_all_ranks_have_the_same_numbers(tmp_path: P
     assert device.product_us(largest, 2) == pytest.approx(largest / device.tflops / 1e6)
     assert device.product_us(largest, 4) == pytest.approx(largest / device.tflops / 1e6 * device.slower_fp32)
     assert "GB/s a rank" in summary(topology) and "launch us" in summary(topology)
+
+
+def test_quantizing_is_measured_without_its_calls_and_without_what_it_reads_and_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = Device("cpu", 0.1, 2.0, 16.0, efficiency=1.0)
+
+    def repeated_us(call: partial[object], device: torch.device) -> float:
+        (x,) = call.args
+        messages = x.dtype == torch.uint8
+        elements = x.numel() * WIRE_BLOCK // message_bytes(WIRE_BLOCK, "int8", WIRE_BLOCK) if messages else x.numel()
+        moved_bytes = 2 * elements + message_bytes(elements, "int8", WIRE_BLOCK)
+        return 100.0 + known.memory_us(moved_bytes) + (5e-3 if messages else 3e-3) * elements
+
+    monkeypatch.setattr(gauge, "repeated_us", repeated_us)
+    there, back = gauge._quantized("int8", known)
+    device = Device("cpu", 0.1, 2.0, 16.0, tables={"quantize int8": there, "dequantize int8": back})
+    for elements in (1 << 10, 1 << 17, 1 << 25):
+        assert device.quantized_us(elements, "quantize int8") == pytest.approx(3e-3 * elements)
+        assert device.quantized_us(elements, "dequantize int8") == pytest.approx(5e-3 * elements)
 
 
 def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:

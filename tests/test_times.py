@@ -207,13 +207,13 @@ def test_an_optimizer_calls_a_step_for_each_parameter_and_reads_and_writes_it() 
     assert device.updated_us(0, optimizer_states=2) == 7.0, "other ranks have all of it"
 
 
-def test_quantizing_takes_what_was_measured_of_it_or_its_bytes() -> None:
+def test_quantizing_takes_what_was_measured_of_it_beside_its_bytes() -> None:
     there = "def forward(x: f32[64, 64]):\n    m = quantize(x, 'int8', 64, 2)\n    return [m]\n"
     back = "def forward(m: u8[2, 2176]):\n    y = shardc.dequantize(m, 'int8', 64, [64, 64], f32)\n    return [y]\n"
-    measured = replace(DEVICE, tables={"quantize int8": ((4096, 300.0),), "dequantize int8": ((4096, 1.0),)})
+    measured = replace(DEVICE, tables={"quantize int8": ((4096, 300.0),), "dequantize int8": ((4096, 200.0),)})
     moved_us = (4096 * 4 + 2 * 2176) / 1e3
     assert us(there) == {"m": moved_us} and us(back) == {"y": moved_us}
-    assert us(there, measured) == {"m": 300.0} and us(back, measured) == {"y": moved_us}
+    assert us(there, measured) == {"m": moved_us + 300.0} and us(back, measured) == {"y": moved_us + 200.0}
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
