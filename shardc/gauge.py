@@ -44,7 +44,7 @@ PUT_TOGETHER = {"cuda": (8, 24), "cpu": (8, 19)}
 QUANTIZED = (18, 22)
 """powers of 2, of elements; on a CPU (a GPU is taken to quantize as fast as it reads and writes)"""
 SHORTEST_NS = 0.01
-"""that any of it takes, calls aside"""
+"""that any of it takes of a number"""
 BLOCKS = {"cuda": (4096, 32, 4096), "cpu": (512, 8, 128)}
 """Dim and heads of a block, and the tokens that go through it."""
 LEAST = 0.5

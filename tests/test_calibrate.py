@@ -17,6 +17,7 @@ from shardc.calibrate import fitted, summary
 from shardc.links import Device, Link, ring_steps
 from shardc.plan import WIRE_BLOCK
 from shardc.trace import trace
+from shardc.trial import Runner
 from world import run
 
 
@@ -144,6 +145,26 @@ def test_products_numbers_and_calls_take_what_compute_took() -> None:
     for program, _, took_s in runs:
         assert trial._foretold_s(program, 0, found) == pytest.approx(took_s, rel=0.03)
         assert abs(trial._foretold_s(program, 0, known) / took_s - 1) > 0.1
+
+
+def test_runs_are_timed_in_turns_so_that_a_slow_minute_is_in_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device("cpu", 0.1, 2.0, 16.0, slower_fp32=2.0, library="gloo")
+    known = shardc.Topology(node=2, gpu=2).with_links(device, node=Link(0.1, 50.0), gpu=Link(1.0, 5.0))
+    timed: list[Runner] = []
+
+    def runner(*of_run: object) -> Runner:
+        made = Runner(torch.nn.Module(), 1, lambda: timed.append(made) or [1.0])
+        return made
+
+    fakes = {"_alone": runner, "_trained": runner, "_slowest": max, "programs": lambda model: [None]}
+    fakes |= {"of_rank_0": lambda found: found, "_foretold_s": lambda *of_run: 1.0, "_rows": lambda *of_run: 1}
+    fakes |= {"pinned": lambda topology, runs: topology, "refitted": lambda *of_fit: known}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(trial, name, fake)
+    assert trial.tried(known) == known
+    runs = timed[: len(timed) // trial.ROUNDS]
+    assert len({id(it) for it in runs}) == len(runs) == 7 + len(trial.RUNS)
+    assert timed == runs * trial.ROUNDS
 
 
 @pytest.mark.parametrize(("slower_fp32", "dtypes"), [(2.0, {None, torch.bfloat16}), (0.1, {None})])
