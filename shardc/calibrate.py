@@ -288,7 +288,7 @@ def summary(topology: Topology) -> str:
             f"{link.launch_us:>10.0f} {link.gather_us_per_mb:>6.0f}/{link.reduce_us_per_mb:<6.0f}"
         )
     lines.append(
-        f"{device.name}: {device.tflops:.2f} TFLOP/s in bf16, {device.slower_fp32:.1f} times as many as in fp32; "
+        f"{device.name}: {device.tflops:.2g} TFLOP/s in bf16, {device.tflops / device.slower_fp32:.2g} in fp32; "
         f"copies at {device.memory_gb_per_s:.0f} GB/s; {device.memory_gb:.1f} GB"
     )
     return "\n".join(lines)

@@ -153,9 +153,10 @@ def _wires(known: Device, device: torch.device, progress: Say) -> dict[str, Tabl
 def _quantized(wire: str, known: Device) -> tuple[Table, Table]:
     """Of each number as long as of another: what more of them take. So calls do not count; a graph makes one for many,
     and they are most of what few take."""
-    few, many = ((1 << power, _there_and_back_us(wire, 1 << power, known)) for power in QUANTIZED)
-    of_each_us = (max(SHORTEST_NS / 1e3, (b - a) / (many[0] - few[0])) for a, b in zip(few[1], many[1], strict=True))
-    there, back = (tuple((n, n * us) for n in (WIRE_BLOCK, many[0])) for us in of_each_us)
+    few, many = (1 << power for power in QUANTIZED)
+    taken_us = zip(_there_and_back_us(wire, few, known), _there_and_back_us(wire, many, known), strict=True)
+    of_each_us = (max(SHORTEST_NS / 1e3, (many_us - few_us) / (many - few)) for few_us, many_us in taken_us)
+    there, back = (tuple((n, n * us) for n in (WIRE_BLOCK, many)) for us in of_each_us)
     return there, back
 
 

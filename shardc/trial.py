@@ -1,9 +1,9 @@
 """Trial: how long compute takes, and what hops take of it, in steps that are really made.
 
 Compute is pinned first, without hops: models go forward and backward, one with a large matrix, of few rows and of more,
-a deep one, both in 32 bits and in 16, and one of adapters, whose many small products take what it takes to call them;
-next to nothing is fused there, which could be mistaken for calls. Four factors make what was foretold of them most like
-what these took: of products of either length, of single numbers, and of calls.
+a deep one, both in 32 bits and in 16 (where these are not emulated), and one of adapters, whose many small products
+take what it takes to call them; next to nothing is fused there, which could be mistaken for calls. Four factors make
+what was foretold of them most like what these took: of products of either length, of single numbers, and of calls.
 (Attention takes what its table says; where it was scaled with products, what these take hid behind it.)
 
 Beside hops in flight compute finds its caches cold, threads wake up at the wrong time, and each start reads its code
