@@ -29,7 +29,7 @@ from passes import ops
 from passes.errors import Error
 from shardc.gauge import BATCHES, Say, end, gauged, rising
 from shardc.heap import keep_freed
-from shardc.lanes import Lane
+from shardc.lanes import Lane, lane_of
 from shardc.links import Link, Table, ring_steps
 from shardc.near import near
 from shardc.topology import Topology
@@ -112,7 +112,7 @@ def _collective(kind: str, group: Any, size: int, full_bytes: int, device: torch
     """As a step does it, all-reduces in place."""
     full = torch.zeros(max(size, full_bytes // 4 // size * size), device=device)
     x = full[: len(full) // size].clone() if kind == "all_gather" else full
-    lane, hop = Lane(group.group_name), ops.Hop(kind, "", size, "gather", ("",), again=False)
+    lane, hop = lane_of(group.group_name), ops.Hop(kind, "", size, "gather", ("",), again=False)
     return lambda: lane.start(hop, x, in_place=kind == "all_reduce").wait()
 
 
@@ -210,7 +210,7 @@ def _overhead_us(group: Any, kind: str, piece: int, us: float, threads: bool = T
     """Of a collective that sends each rank a piece of so many values, and is under way for less than so long, as ranks
     have it on average. Matrix products before and meanwhile leave caches as a step does. `threads`: with those of a
     library; what these do for one small collective, mostly waking up, is lost in what else they do."""
-    lane, a = Lane(group.group_name), torch.randn(256, 256)
+    lane, a = lane_of(group.group_name), torch.randn(256, 256)
     values = piece if kind == "all_gather" else piece * group.size()
     sources = torch.zeros(min(ROUNDS, -(-COLD // (4 * values))), values)
     hop = ops.Hop(kind, "", group.size(), "gather" if kind == "all_gather" else "reduce", ("",), again=False)

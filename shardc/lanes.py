@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from passes import ops
-from shardc import _torch, messages, near
+from shardc import _torch, messages
 from shardc.failures import failed
 from shardc.messages import Messages
 
@@ -82,7 +82,7 @@ def wait(flying: Flying) -> torch.Tensor:
 
 
 class Lane:
-    """The hops of one process group."""
+    """The hops of one process group, of all models (`lane_of`)."""
 
     def __init__(self, group: str):
         self.group = group
@@ -90,7 +90,6 @@ class Lane:
         self.queued: threading.Event | None = None
         """that the last hop that was left to the thread was issued"""
         self.stream: torch.cuda.Stream | None = None
-        weakref.finalize(self, near.give_back, group).atexit = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lane:
         return self
@@ -155,6 +154,15 @@ class Lane:
             threading.Thread(target=_issue_all, args=(self.queue, self.group), daemon=True).start()
         self.queued = flying.issued = threading.Event()
         self.queue.put(flying)
+
+
+_LANES: WeakKeyDictionary[Any, Lane] = WeakKeyDictionary()
+
+
+def lane_of(group: str) -> Lane:
+    """The one lane of a process group, by its name. Models that have the group in common have it as well: in what order
+    their hops are issued is then the same on all ranks."""
+    return _LANES.setdefault(_torch.group_called(group), Lane(group))
 
 
 def _issue_all(queue: SimpleQueue[Flying], group: str) -> None:

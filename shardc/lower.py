@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import fx
@@ -28,9 +28,9 @@ from passes.memory import last_readers
 from passes.regions import Region, regions
 from passes.relay import unrelayed
 from passes.wire import dequantize, left_behind, lost, quantize, quantized, restored, summed
-from shardc import _torch
+from shardc import _torch, near
 from shardc.failures import in_generated_code, naming_failures
-from shardc.lanes import Lane, wait
+from shardc.lanes import lane_of, wait
 
 BACKENDS = ("inductor", "inductor-whole", "eager")
 Callback = Callable[[str], None]
@@ -56,7 +56,9 @@ class Lowering:
     """the same for those that were begun ahead"""
 
     def __post_init__(self) -> None:
-        self.lanes = {axis: Lane(group) for axis, group in self.groups.items()}
+        self.lanes = {axis: lane_of(group) for axis, group in self.groups.items()}
+        for group in self.groups.values():
+            finalize(self, near.give_back, group).atexit = False
 
     def __call__(self, graph: fx.Graph, name: str) -> Run:
         """Of a graph that nobody edits any more; it is lowered once."""

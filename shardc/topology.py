@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from itertools import accumulate, combinations, pairwise
 from math import prod
 from operator import mul
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -357,6 +359,8 @@ class Topology:
     def mesh(self, device_type: str) -> DeviceMesh:
         """The one full mesh, dims listed INNER axis first, so that `Shard(0)` splits inner axes first.
 
+        It is made once in a job, by all ranks together: models have its process groups in common.
+
         Raises `Error` without a process group, and where the running job is not this topology.
         """
         if not torch.distributed.is_initialized():
@@ -370,17 +374,33 @@ class Topology:
         )
         ranks = torch.arange(self.world).view(self.sizes)
         inner_first = ranks.permute(*reversed(range(len(self.sizes)))).flatten().view(self.sizes[::-1])
-        return DeviceMesh(device_type, inner_first, mesh_dim_names=self.axes[::-1])
+        make = partial(DeviceMesh, device_type, inner_first, mesh_dim_names=self.axes[::-1])
+        return _once((device_type, self.inner), make)
 
     def flat_group(self, axes: str) -> torch.distributed.ProcessGroup:
-        """The process group of this rank over several axes ("gpu+node"). All ranks call it, in the same order."""
+        """The process group of this rank over several axes ("gpu+node"), made once for a job. All ranks call it, in the
+        same order."""
         names = axes.split("+")
         others = [i for i, (name, _) in enumerate(self.inner) if name not in names]
         places: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             coordinate = self.coordinate(rank)
             places.setdefault(tuple(coordinate[i] for i in others), []).append(rank)
-        return torch.distributed.new_subgroups_by_enumeration(list(places.values()))[0]
+        make = partial(torch.distributed.new_subgroups_by_enumeration, list(places.values()))
+        return _once((axes, self.inner), make)[0]
+
+
+_MADE: WeakKeyDictionary[Any, dict[Hashable, Any]] = WeakKeyDictionary()
+"""Of each default process group."""
+
+
+def _once(key: Hashable, make: Callable[[], Any]) -> Any:
+    """What is made of process groups. A thread of each group on Gloo wakes up a hundred times a second even if nothing
+    goes on: steps of four ranks on two cores took a tenth longer beside four models with groups of their own."""
+    made = _MADE.setdefault(torch.distributed.group.WORLD, {})
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
 def _parts(axis: str, sizes: list[int]) -> list[tuple[str, int]]:
