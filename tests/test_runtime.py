@@ -653,6 +653,33 @@ def test_where_gradients_lie_and_memory_is_limited_less_is_gathered_ahead() -> N
     run(less_ahead_where_gradients_lie, 4)
 
 
+# Several models
+
+
+def two_models_in_turns() -> None:
+    pairs, rank = [Pair(plan()), Pair(plan("GGG"))], dist.get_rank()
+    one, other = (pair.model._shardc.lowering.lanes for pair in pairs)
+    assert all(one[axis] is other[axis] for axis in ("gpu", "node"))
+    optimizers = [optimizer for pair in pairs for optimizer in pair.optimizers()]
+    for index in range(3):
+        losses = [loss_of(pair.model, data(index, rank)) for pair in pairs]
+        for loss in losses:
+            loss.backward()
+        for pair in pairs:
+            (sum(loss_of(pair.reference, data(index, r)) for r in range(4)) / 4).backward()
+            pair.check_grads()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for pair in pairs:
+        pair.check_outputs()
+        pair.check_params()
+
+
+def test_models_of_one_job_have_process_groups_and_lanes_in_common() -> None:
+    run(two_models_in_turns, 4)
+
+
 # The end of a model
 
 

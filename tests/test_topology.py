@@ -292,6 +292,16 @@ def test_the_mesh_lists_inner_axes_first(job):
     ]
 
 
+def test_a_job_makes_the_process_groups_of_axes_once(job):
+    job(4)
+    mesh = Topology(node=2, gpu=2).mesh("cpu")
+    assert Topology(node=2, gpu=2).mesh("cpu") is mesh
+    assert Topology(host=2, gpu=2).mesh("cpu") is not mesh
+    torch.distributed.destroy_process_group()
+    job(4)
+    assert Topology(node=2, gpu=2).mesh("cpu") is not mesh
+
+
 def test_the_mesh_needs_a_process_group():
     text = message(TWO.mesh, "cpu")
     assert text.startswith("the process group is not initialised\n  fix: torch.distributed.init_process_group(...)")
