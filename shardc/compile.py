@@ -126,6 +126,7 @@ def compile(
     on the device once, and schedule by that (the plan's topology has to say how fast its axes are). timeout_s: how long
     ranks wait for each other when they compare plan and program. progress: called with a line of text as compilation
     goes on (default: rank 0 writes to stderr).
+    Models of one job have process groups in common: all ranks run them in the same order, from one thread at a time.
     Raises `shardc.Error` for a plan that does not fit the model or the process group, and where ranks disagree. On CPUs
     the process keeps from then on what it frees (`shardc.heap`).
     """

@@ -10,7 +10,7 @@ a part of it is there.
 
 Whom a Unix socket without a path reaches shares kernel and network with this rank, and that is what near means. Rooms
 have no names (`memfd_create`; the socket passes the descriptor on), so they are gone with the last process that has
-mapped them, however it ends; their memory is given back when the last model is gone that has used them.
+mapped them, however it ends; what nobody needs of their memory is given back whenever a model is gone.
 """
 
 from __future__ import annotations
