@@ -76,6 +76,23 @@ def test_float16_with_a_grad_scaler_trains() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
 
 
+def test_models_of_one_job_train_in_turns_as_without_shardc() -> None:
+    """They have process groups and lanes in common."""
+    references = [models.gpt().cuda() for _ in range(2)]
+    found, expected = ([] for _ in range(2))
+    for losses, trained in ((found, [compiled(copy.deepcopy(m)) for m in references]), (expected, references)):
+        optimizers = [adamw(model.parameters()) for model in trained]
+        for step in range(3):
+            now = [model(*on_gpu(step + own)) for own, model in enumerate(trained)]
+            for loss in now:
+                loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.extend(float(loss.detach()) for loss in now)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+
+
 def test_dropout_repeats_with_the_seed_of_its_generator() -> None:
     model = compiled(models.Dropping())
     x = torch.ones(40, 10, device="cuda")
