@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -180,7 +180,7 @@ LONG_US, LARGE = 1e5, 2 << 20
 COLD = 64 << 20
 """bytes that are sent before the same ones are sent again: no cache holds what a step sends either"""
 OWN = 0.9
-"""of a core: what has so much of one computes beside the threads of a library, not instead of them"""
+"""of a core: what has so much of one shares it with nobody"""
 
 
 def with_overhead(link: Link, group: Any, progress: Say = lambda text: None) -> Link:
@@ -222,21 +222,44 @@ def _overhead_us(group: Any, kind: str, piece: int, us: float, threads: bool = T
 
 def _taken_us(lane: Lane, hop: ops.Hop, x: torch.Tensor, a: torch.Tensor, us: float, threads: bool) -> float:
     """On the clock of this thread, which stands still while others have its core; what products meanwhile get of that
-    core says how much longer it takes."""
-    a @ a
+    core says how much longer it takes. Beside that, where ranks share cores, what other threads have of these; on a
+    core of its own, what products lose, to whatever it is."""
+    before = _multiplied(a, us)
     began, all_began = time.thread_time_ns(), time.process_time_ns()
     flying = lane.start(hop, x)
-    issued, clock = time.thread_time_ns(), time.perf_counter_ns()
-    while time.perf_counter_ns() < clock + us * 1e3:
-        a @ a
-    over, until = time.thread_time_ns(), time.perf_counter_ns()
+    issued = time.thread_time_ns()
+    beside = _multiplied(a, us)
+    over = time.thread_time_ns()
     flying.wait()
     ended, all_ended = time.thread_time_ns(), time.process_time_ns()
-    share = (over - issued) / (until - clock)
-    took = issued - began + ended - over
-    if threads and share < OWN:
-        took += all_ended - all_began - (ended - began)
-    return took / share / 1e3
+    took_ns = (issued - began + ended - over) / beside.share
+    if threads and beside.share < OWN:
+        took_ns += (all_ended - all_began - (ended - began)) / beside.share
+    elif threads:
+        took_ns += beside.wall_ns - beside.made * before.wall_ns / before.made
+    return took_ns / 1e3
+
+
+class Products(NamedTuple):
+    """Of matrices, one after the other."""
+
+    made: int
+    thread_ns: int
+    wall_ns: int
+
+    @property
+    def share(self) -> float:
+        """Of a core."""
+        return self.thread_ns / self.wall_ns
+
+
+def _multiplied(a: torch.Tensor, us: float) -> Products:
+    """For so long."""
+    began, clock, count = time.thread_time_ns(), time.perf_counter_ns(), 0
+    while time.perf_counter_ns() < clock + us * 1e3:
+        a @ a
+        count += 1
+    return Products(count, time.thread_time_ns() - began, time.perf_counter_ns() - clock)
 
 
 # The command

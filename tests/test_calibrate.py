@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +15,14 @@ import torch
 import shardc
 from passes.wire import message_bytes
 from shardc import gauge, trial
-from shardc.calibrate import fitted, summary
+from shardc.calibrate import Products, fitted, summary
 from shardc.links import Device, Link, ring_steps
 from shardc.plan import WIRE_BLOCK
 from shardc.trace import trace
 from shardc.trial import Runner
 from world import run
+
+calibrating = import_module("shardc.calibrate")  # `shardc.calibrate` is its function
 
 
 def table_of(link: Link, kind: str, size: int) -> tuple[tuple[int, float], ...]:
@@ -81,6 +85,18 @@ def test_a_job_measures_its_axes_and_all_ranks_have_the_same_numbers(tmp_path: P
     assert device.product_us(largest, 2) == pytest.approx(largest / device.tflops / 1e6)
     assert device.product_us(largest, 4) == pytest.approx(largest / device.tflops / 1e6 * device.slower_fp32)
     assert "GB/s a rank" in summary(topology) and "launch us" in summary(topology)
+
+
+@pytest.mark.parametrize(("share", "us"), [(1.0, 2e3), (0.5, 0.0)])
+def test_on_a_core_of_its_own_a_collective_takes_what_products_lose_to_it(
+    monkeypatch: pytest.MonkeyPatch, share: float, us: float
+) -> None:
+    """And on one that is shared what other threads had of it, here none."""
+    made = iter([Products(100, int(1e7 * share), 10**7), Products(80, int(1e7 * share), 10**7)])
+    monkeypatch.setattr(calibrating, "_multiplied", lambda a, us: next(made))
+    monkeypatch.setattr(calibrating, "time", SimpleNamespace(thread_time_ns=lambda: 0, process_time_ns=lambda: 0))
+    lane = SimpleNamespace(start=lambda hop, x: SimpleNamespace(wait=lambda: None))
+    assert calibrating._taken_us(lane, None, None, None, 1e4, threads=True) == us
 
 
 def test_quantizing_is_measured_without_its_calls_and_without_what_it_reads_and_writes(
