@@ -311,12 +311,12 @@ def _scaled(topology: Topology, factors: Sequence[float]) -> Topology:
     device = topology.computes
     tables = {name: of_quantizing for name in device.tables if "quantize" in name}
     tables |= dict.fromkeys(("products16", "attention16", "attention backward16"), of_16_bits)
-    links = {axis: _with_overheads(link, *overheads) for axis, link in topology.links}
-    flat = {axes: _with_overheads(link, *overheads) for axes, link in topology.flat}
+    links = {axis: with_overheads(link, *overheads) for axis, link in topology.links}
+    flat = {axes: with_overheads(link, *overheads) for axes, link in topology.flat}
     return topology.with_links(slowed(device, tables), **links).with_flat(flat)
 
 
-def _with_overheads(link: Link, of_hop: float, of_near_byte: float, of_far_byte: float) -> Link:
+def with_overheads(link: Link, of_hop: float, of_near_byte: float, of_far_byte: float) -> Link:
     of_byte = of_near_byte if link.near else of_far_byte
     return replace(
         link,

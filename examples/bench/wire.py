@@ -200,10 +200,11 @@ def run_layout(options: argparse.Namespace, text: str, records: Records) -> None
             for task in beside(bench, names[count], count):
                 bench(task)
         for rate in options.rates:
-            links = bench(bench.task("calibrate", rate))
+            calibrated = bench(bench.task("calibrate", rate))
+            links = {key: calibrated.get(key) for key in ("topology", "pieces_us")}
             for count in options.micro_batches:
                 for name in names[count]:
-                    run_row(bench, bench.task(name, rate, count, topology=links.get("topology")))
+                    run_row(bench, bench.task(name, rate, count, **links))
                 print(f"\n{Table(records.all, Setting(text, rate, count))}\n", flush=True)
 
 

@@ -61,6 +61,8 @@ class Task:
     """shardc times its regions on the device"""
     topology: dict[str, Any] | None = None
     """as calibrated"""
+    pieces_us: list[float] | None = None
+    """what pieces of compute took before and after that"""
     plan: str | None = None
     """of the planner"""
     memory: int | None = None

@@ -15,18 +15,28 @@ import shardc
 Record = dict[str, Any]
 HEAD = (
     *("row", "precision", "step s", "p10-p90", "MB sent", "MB closed form", "ratio", "exposed s", "bound s"),
-    *("bound / step", "foretold s", "off", "pace", "best baseline / step", "of no more memory", "peak MiB"),
+    *(
+        "bound / step",
+        "foretold s",
+        "off",
+        "pace",
+        "off at pace",
+        "best baseline / step",
+        "of no more memory",
+        "peak MiB",
+    ),
     *("first loss", "last loss", "losses off"),
 )
 NOTE = """\
 step: median; a step is over when the last rank is through with it. MB sent: by the first host in a step; closed form:
 of the plan, over the node axis. exposed: the step less that of the same model without communication (its update of as
 many parameters as a rank has). bound: the largest of that, of the closed form's bytes at the goodput of the link, and
-of the bound of the simulation with the update. pace: how many times as long as when links were calibrated all ranks
-took, before and after the row, for the same piece of compute: machines get slower and faster. best baseline / step: how
-many times as fast as the fastest baseline of the same precision (of bf16 for int8 and int4), and as the fastest of
-those whose peak memory is not above the row's own (by 1%). losses off: the largest relative difference from one
-process."""
+of the bound of the simulation with the update. off: of what is foretold, from what `calibrate` has measured. pace: how
+many times as long as when that was measured all ranks took, before and after the row, for forwards and backwards
+without communication: machines get slower and faster. off at pace: where all compute takes so many times as long. best
+baseline / step: how many times as fast as the fastest baseline of the same precision (of bf16 for int8 and int4), and
+as the fastest of those whose peak memory is not above the row's own (by 1%). losses off: the largest relative
+difference from one process."""
 SAME_MEMORY = 1.01
 """An allocator is looked at now and then, and is never twice at the same."""
 
@@ -69,8 +79,7 @@ class Table:
         self.others = {r["row"]: r for r in of_batches if not r["rate"]}
         """whose step does not depend on links"""
         calibrated = [r for r in alike if r["row"] == "calibrate" and r["rate"] == setting.rate]
-        self.calibrated = calibrated[-1] if calibrated else {}
-        self.topology = shardc.Topology.from_dict(self.calibrated["topology"]) if calibrated else None
+        self.topology = shardc.Topology.from_dict(calibrated[-1]["topology"]) if calibrated else None
 
     def __str__(self) -> str:
         lines = [f"## {self.setting}", "", *markdown([HEAD, *(self.cells(name) for name in self.ordered)])]
@@ -88,7 +97,8 @@ class Table:
             *(name, row.precision, f"{step_s:.3f}", "{:.3f}-{:.3f}".format(*spread(record["steps_s"])), f"{sent:.2f}"),
             *((f"{closed:.2f}", f"{sent / closed:.3f}") if closed else ("-", "-")),
             *(number(alone_s and step_s - alone_s), number(bound_s), number(bound_s and bound_s / step_s)),
-            *(number(foretold_s), f"{foretold_s / step_s - 1:+.1%}" if foretold_s else "-", number(self.pace(name))),
+            *(number(foretold_s), off(foretold_s, step_s), number(record.get("pace"))),
+            off(record.get("foretold_at_pace_s"), step_s),
             *(self.ratio(name), self.ratio(name, record["peak_bytes"] * SAME_MEMORY)),
             *(f"{record['peak_bytes'] / 2**20:.1f}", f"{record['losses'][0]:.4f}", f"{record['losses'][-1]:.4f}"),
             self.losses_off(name),
@@ -96,10 +106,6 @@ class Table:
 
     def step_s(self, name: str) -> float:
         return statistics.median(self.rows[name]["steps_s"])
-
-    def pace(self, name: str) -> float | None:
-        now, then = (record.get("pieces_us") for record in (self.rows[name], self.calibrated))
-        return sum(now) / sum(then) if now and then else None
 
     def tokens_per_s(self, name: str) -> float:
         """Of all ranks together."""
@@ -215,6 +221,10 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
         return values[0], values[0]
     tenths = statistics.quantiles(values, n=10, method="inclusive")
     return tenths[0], tenths[-1]
+
+
+def off(foretold_s: float | None, step_s: float) -> str:
+    return f"{foretold_s / step_s - 1:+.1%}" if foretold_s else "-"
 
 
 def number(value: float | None) -> str:

@@ -5,19 +5,20 @@ A step is a forward and a backward of each micro-batch and the optimizer's updat
 barrier, so that what is put off to the next step is counted there. Python's garbage collector is off between them. Peak
 memory is taken in two more steps: what the C library's allocator gives out beyond what lives between steps, and that.
 
-Machines get slower and faster within minutes. So before and after what is measured all ranks make the same piece of
-compute, and how long it took goes with the result.
+Machines get slower and faster within minutes. So before and after what is measured all ranks train the model of the
+benchmark without communication, and how long that took goes with the result. Of rows of shardc the step is foretold
+twice: by what `calibrate` has measured, and as if all compute took so many times as long as these pieces did since.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,12 @@ import shardc
 from passes import ops
 from passes.order import Orders
 from shardc.cost import crossing, step_bytes
-from shardc.gauge import repeated_us
+from shardc.gauge import slowed
 from shardc.heap import keep_freed
 from shardc.near import held_bytes, is_shared
 from shardc.predict import predicted
 from shardc.program import Program, Variant
+from shardc.trial import with_overheads
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 """Of the host that the process is in."""
@@ -45,8 +47,8 @@ TOKENS = 256
 """that texts are made of, of a larger vocabulary: that is what is learned first"""
 LEARNING_RATE = 1e-3
 PEAK_STEPS = 2
-LAYERS = 48
-"""of a piece of compute, whose matrices take 28 MB"""
+PIECES = 8
+"""forwards and backwards, of which the median counts"""
 
 Result = dict[str, Any]
 
@@ -69,33 +71,24 @@ def _job(row: str) -> Callable[[Task], Result]:
     return {"calibrate": calibrated, "search": searched, "one-process": in_one_process}[row.split("/")[0]]
 
 
-def paced(measure: Callable[[Task], Result]) -> Callable[[Task], Result]:
-    """With what a piece of compute took before and after."""
-
-    @wraps(measure)
-    def result(task: Task) -> Result:
-        dist.init_process_group("gloo")
-        before_us = piece_us()
-        found = measure(task)
-        return found | {"pieces_us": [before_us, piece_us()]}
-
-    return result
-
-
 def piece_us() -> float:
-    """Of what a layer does with matrices that no cache holds, made by all ranks at once."""
-    weights, x = torch.randn(LAYERS, CONFIG.dim, CONFIG.dim), torch.randn(CONFIG.context, CONFIG.dim)
+    """Of a forward and backward of the model without communication, by all ranks at once, on their average."""
+    model, given = built(), batch(0, 0, 0)
 
-    def piece() -> None:
-        for weight in weights:
-            nn.functional.silu(x @ weight)
+    def taken_s() -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        model(*given).backward()
+        return time.perf_counter() - began
 
-    return repeated_us(piece, torch.device("cpu"))
+    taken_s()
+    return statistics.median(mean([torch.tensor(taken_s()) for _ in range(PIECES)])) * 1e6
 
 
-@paced
 def calibrated(task: Task) -> Result:
-    return {"topology": shardc.calibrate(task.shape).to_dict()}
+    dist.init_process_group("gloo")
+    before_us, topology = piece_us(), shardc.calibrate(task.shape)
+    return {"topology": topology.to_dict(), "pieces_us": [before_us, piece_us()]}
 
 
 def searched(task: Task) -> Result:
@@ -181,9 +174,10 @@ class Loop:
         }
 
 
-@paced
 def measured(task: Task) -> Result:
     """Of one row."""
+    dist.init_process_group("gloo")
+    before_us = piece_us()
     parameters = parameters_of(built(ROWS[task.row]))
     began = time.perf_counter()
     system = ROWS[task.row].make(task)
@@ -199,7 +193,11 @@ def measured(task: Task) -> Result:
         sent = sent_bytes() - before
     result = {**loop.took_s(), "sent_bytes": sent / task.steps, "losses": mean(loop.losses), "ready_s": ready_s}
     result |= {"peak_bytes": slowest([float(peak_bytes(loop))])[0], "shared_by": system.shared_by}
-    return result | (foretold(task, system, parameters) if system.plan and dist.get_rank() == 0 else {})
+    pieces_us = [before_us, piece_us()]
+    result |= {"pieces_us": pieces_us, "pace": sum(pieces_us) / sum(task.pieces_us)} if task.pieces_us else {}
+    if system.plan and dist.get_rank() == 0:
+        result |= foretold(task, system, parameters, result["pace"])
+    return result
 
 
 def sent_bytes() -> int:
@@ -250,14 +248,16 @@ def tensors() -> Iterator[torch.Tensor]:
             yield found
 
 
-def foretold(task: Task, system: System, parameters: dict[str, Any]) -> Result:
+def foretold(task: Task, system: System, parameters: dict[str, Any], pace: float) -> Result:
     """What closed forms, the simulation and its bound say of the first program, on one rank.
 
-    The step is foretold as the planner would: from the links and the device that were measured, not from regions.
+    The step is foretold as the planner would: from the links and the device that were measured, not from regions. And
+    once more, of the same graphs, at the pace of now.
     """
     assert system.plan
     program = replace(shardc.programs(system.model)[0], made={}, orders=Orders())
     prediction = predicted(replace(program, pace={}), task.micro_batches)
+    now = replace(program, plan=replace(system.plan, topology=at_pace(program.topology, pace)), pace={})
     simulated = shardc.simulate(program, micro_batches=task.micro_batches)
     moved = step_bytes(system.plan, parameters, task.micro_batches, regathered=regathered(program))
     sent = crossing(moved, system.plan.topology)
@@ -265,11 +265,23 @@ def foretold(task: Task, system: System, parameters: dict[str, Any]) -> Result:
     return {
         "closed_bytes": node_bytes * task.processes,
         "foretold_s": prediction.step_us / 1e6,
+        "foretold_at_pace_s": predicted(now, task.micro_batches).step_us / 1e6,
         "foretold_peak_bytes": simulated.peak_bytes,
         "bound_s": simulated.bound.us / 1e6,
         "bound_by": simulated.bound.by,
         "plan": str(system.plan),
     }
+
+
+def at_pace(topology: shardc.Topology, pace: float) -> shardc.Topology:
+    """Where all that computes takes so many times as long, and what moves takes as long as before."""
+    device = slowed(topology.computes, dict.fromkeys(topology.computes.tables, pace))
+    device = replace(device, launch_us=device.launch_us * pace, value_ns=device.value_ns * pace)
+    links, flat = (
+        {axis: with_overheads(link, pace, pace, pace) for axis, link in known}
+        for known in (topology.links, topology.flat)
+    )
+    return topology.with_links(device, **links).with_flat(flat)
 
 
 def regathered(program: Program) -> set[str]:
