@@ -85,7 +85,7 @@ HOPS = ("hop", "near byte", "far byte", "quantize", "16 bits")
 """what compute is taken by, and what takes longer beside it, as `_scaled` has them"""
 FITS = 6
 """of compute: after one, calls can be pinned to three times what they take"""
-FIRM = {"compute": 0.02, "hops": 0.08}
+FIRM = {"compute": 0.02, "hops": 0.04}
 """In each fit a factor of 2 is as unlikely as what takes so much longer than foretold."""
 
 

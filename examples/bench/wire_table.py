@@ -14,18 +14,9 @@ import shardc
 
 Record = dict[str, Any]
 HEAD = (
-    *("row", "precision", "step s", "p10-p90", "MB sent", "MB closed form", "ratio", "exposed s", "bound s"),
-    *(
-        "bound / step",
-        "foretold s",
-        "off",
-        "pace",
-        "off at pace",
-        "best baseline / step",
-        "of no more memory",
-        "peak MiB",
-    ),
-    *("first loss", "last loss", "losses off"),
+    *("row", "precision", "step s", "p10-p90", "MB sent", "MB closed form", "ratio", "exposed s"),
+    *("bound s", "bound / step", "foretold s", "off", "pace", "off at pace", "best baseline / step"),
+    *("of no more memory", "peak MiB", "first loss", "last loss", "losses off"),
 )
 NOTE = """\
 step: median; a step is over when the last rank is through with it. MB sent: by the first host in a step; closed form:
