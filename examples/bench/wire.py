@@ -201,7 +201,7 @@ def run_layout(options: argparse.Namespace, text: str, records: Records) -> None
                 bench(task)
         for rate in options.rates:
             calibrated = bench(bench.task("calibrate", rate))
-            links = {key: calibrated.get(key) for key in ("topology", "pieces_us")}
+            links = {key: calibrated.get(key) for key in ("topology", "piece_us")}
             for count in options.micro_batches:
                 for name in names[count]:
                     run_row(bench, bench.task(name, rate, count, **links))

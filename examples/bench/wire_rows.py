@@ -61,8 +61,8 @@ class Task:
     """shardc times its regions on the device"""
     topology: dict[str, Any] | None = None
     """as calibrated"""
-    pieces_us: list[float] | None = None
-    """what pieces of compute took before and after that"""
+    piece_us: float | None = None
+    """what a piece of compute took before that"""
     plan: str | None = None
     """of the planner"""
     memory: int | None = None

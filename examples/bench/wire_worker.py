@@ -87,8 +87,8 @@ def piece_us() -> float:
 
 def calibrated(task: Task) -> Result:
     dist.init_process_group("gloo")
-    before_us, topology = piece_us(), shardc.calibrate(task.shape)
-    return {"topology": topology.to_dict(), "pieces_us": [before_us, piece_us()]}
+    before_us = piece_us()  # afterwards this process is not what one is that has just begun
+    return {"piece_us": before_us, "topology": shardc.calibrate(task.shape).to_dict()}
 
 
 def searched(task: Task) -> Result:
@@ -194,7 +194,7 @@ def measured(task: Task) -> Result:
     result = {**loop.took_s(), "sent_bytes": sent / task.steps, "losses": mean(loop.losses), "ready_s": ready_s}
     result |= {"peak_bytes": slowest([float(peak_bytes(loop))])[0], "shared_by": system.shared_by}
     pieces_us = [before_us, piece_us()]
-    result |= {"pieces_us": pieces_us, "pace": sum(pieces_us) / sum(task.pieces_us)} if task.pieces_us else {}
+    result |= {"pieces_us": pieces_us, "pace": statistics.mean(pieces_us) / task.piece_us} if task.piece_us else {}
     if system.plan and dist.get_rank() == 0:
         result |= foretold(task, system, parameters, result["pace"])
     return result
