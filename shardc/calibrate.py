@@ -5,9 +5,9 @@
 Every axis, and all neighbouring ones together, are measured while all the groups along them are busy, which is how a
 step uses them. Of each kind of collective the time of a few sizes goes into a table; latency and bandwidth are fitted
 to the gathers and reduce-scatters, for sizes between and beyond. What computes is measured too (`gauge.py`). On CPUs a
-collective takes some of the time of those that compute: to be issued and waited for, and for each byte; where ranks
-share cores, so do a library's own threads. That is measured for one collective of a kind at a time, and set right in
-whole steps (`trial.py`).
+collective takes some of the time of those that compute: to be issued and waited for, and for each byte. Where ranks
+share cores, a library's own threads take some, too; where they do not, products lose some to whatever moves bytes. That
+is measured for one collective of a kind at a time, and set right in whole steps (`trial.py`).
 """
 
 from __future__ import annotations
