@@ -5,9 +5,10 @@ A step is a forward and a backward of each micro-batch and the optimizer's updat
 barrier, so that what is put off to the next step is counted there. Python's garbage collector is off between them. Peak
 memory is taken in two more steps: what the C library's allocator gives out beyond what lives between steps, and that.
 
-Machines get slower and faster within minutes. So before and after what is measured all ranks train the model of the
-benchmark without communication, and how long that took goes with the result. Of rows of shardc the step is foretold
-twice: by what `calibrate` has measured, and as if all compute took so many times as long as these pieces did since.
+Machines get slower and faster within minutes. So before and after what is measured all ranks go forwards and backwards
+through the model of the benchmark, without communication, and how long that took goes with the result. Of rows of
+shardc the step is foretold twice: by what `calibrate` has measured, and as if all compute took as many times as long as
+these pieces do since.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def piece_us() -> float:
 
 def calibrated(task: Task) -> Result:
     dist.init_process_group("gloo")
-    before_us = piece_us()  # afterwards this process is not what one is that has just begun
+    before_us = piece_us()  # afterwards a process has more threads and memory than those of rows begin with
     return {"piece_us": before_us, "topology": shardc.calibrate(task.shape).to_dict()}
 
 
@@ -193,8 +194,9 @@ def measured(task: Task) -> Result:
         sent = sent_bytes() - before
     result = {**loop.took_s(), "sent_bytes": sent / task.steps, "losses": mean(loop.losses), "ready_s": ready_s}
     result |= {"peak_bytes": slowest([float(peak_bytes(loop))])[0], "shared_by": system.shared_by}
-    pieces_us = [before_us, piece_us()]
-    result |= {"pieces_us": pieces_us, "pace": statistics.mean(pieces_us) / task.piece_us} if task.piece_us else {}
+    result["pieces_us"] = [before_us, piece_us()]
+    if task.piece_us:
+        result["pace"] = statistics.mean(result["pieces_us"]) / task.piece_us
     if system.plan and dist.get_rank() == 0:
         result |= foretold(task, system, parameters, result["pace"])
     return result
