@@ -3,8 +3,9 @@
 Matrix products, attention, copies and messages of quantized numbers, of a few sizes, go into tables. In a model they
 take longer than one after another in a loop: caches are cold, and compiled code has more to do between them. So a block
 of a transformer is compiled and run, and what it takes beyond what the tables say of it goes into those of products.
-(Attention, on CPUs, takes no longer than in a loop.) Copies, as of buckets, have a factor: in a loop over others each
-time, so that no cache holds them, they take longer than in one over the same.
+(Attention, on CPUs, takes no longer than in a loop.) Copies, as of buckets, have a rate: in a loop over others each
+time, so that no cache holds them. One over the same says little of it: on CPUs it is six times as fast where they fit a
+cache, and as fast where they do not.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ ATTENDED = {"cuda": ((128, 128), (512, 1024, 2048, 4096, 8192)), "cpu": ((8, 64)
 """Heads and their dim, and the lengths of sequences that attend to themselves, each token to those before."""
 COPIED_BYTES = {"cuda": range(16, 31, 2), "cpu": range(13, 28, 2)}
 """powers of 2"""
-PUT_TOGETHER = {"cuda": (8, 24), "cpu": (8, 19)}
-"""values, and of each the bytes (a power of 2)"""
+PUT_TOGETHER = {"cuda": (18, 24), "cpu": (17, 21)}
+"""powers of 2, of the bytes of each of `PARTS` values"""
+PARTS = 8
 QUANTIZED = (18, 22)
 """powers of 2, of elements; on a CPU (a GPU is taken to quantize as fast as it reads and writes)"""
 SHORTEST_NS = 0.01
@@ -62,7 +64,7 @@ def gauged(device: torch.device, progress: Say = lambda text: None) -> Device:
     found = _measured(device, progress)
     found = replace(found, tables={**found.tables, **_wires(found, device, progress)})
     progress(f"measuring copies of what no cache holds on {device}")
-    found, factors = replace(found, slower_copied=_slower_copied(found, device)), {}
+    found, factors = replace(found, copied_gb_per_s=_copied_gb_per_s(device)), {}
     for bits, dtype in DTYPES.items():
         progress(f"compiling a block of {bits}-bit numbers, and running it")
         factors[f"products{bits}"] = _slower(found, bits, dtype, device)
@@ -129,16 +131,19 @@ def _copies(device: torch.device) -> Table:
     return rising(points)
 
 
-def _slower_copied(known: Device, device: torch.device) -> float:
-    """How many times as long as in a loop over the same bytes it takes to put values together, compiled, others each
-    time."""
-    count, power = PUT_TOGETHER[device.type]
+def _copied_gb_per_s(device: torch.device) -> float:
+    """Read and written, where many bytes are put together, beyond what few take, so that calls do not count."""
+    (few, few_us), (many, many_us) = (_put_together(1 << power, device) for power in PUT_TOGETHER[device.type])
+    return (many - few) / (many_us - few_us) / 1e3
+
+
+def _put_together(part_bytes: int, device: torch.device) -> tuple[int, float]:
+    """Bytes that are read and written, and the microseconds of it, compiled, other values each time."""
     whole = torch.zeros(1 << COPIED_BYTES[device.type][-1] - 2, device=device)
-    groups = cycle([group.unbind() for group in whole.view(-1, count, 1 << power - 2)])
+    groups = cycle([group.unbind() for group in whole.view(-1, PARTS, part_bytes // 4)])
     together = torch.compile(lambda group: torch.cat(group), fullgraph=True, dynamic=False)
     with _torch.capturing():
-        once_us = repeated_us(lambda: together(next(groups)), device)
-    return once_us / known.memory_us(2 * count << power)
+        return 2 * PARTS * part_bytes, repeated_us(lambda: together(next(groups)), device)
 
 
 def _wires(known: Device, device: torch.device, progress: Say) -> dict[str, Table]:

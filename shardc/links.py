@@ -121,8 +121,8 @@ class Device:
     value_ns: float = 0.0
     """for which each number that is computed, or that a product reads or writes, takes longer than its operations and
     its bytes do; 0 where that was not measured, as on a GPU, which has all three at once"""
-    slower_copied: float = 1.0
-    """how many times as long as the table of memory says it takes to copy values that no cache holds into one"""
+    copied_gb_per_s: float = 0.0
+    """read and written, where values that no cache holds are copied into one; 0 where that was not measured"""
 
     def __post_init__(self) -> None:
         _check(self.tables)
@@ -155,7 +155,8 @@ class Device:
 
     def copied_us(self, moved_bytes: float) -> float:
         """Of copies, such as those into buckets and out of them, that read and write so many bytes in all."""
-        return self.slower_copied * self.memory_us(moved_bytes)
+        cold_us = moved_bytes / self.copied_gb_per_s / 1e3 if self.copied_gb_per_s else 0.0
+        return max(cold_us, self.memory_us(moved_bytes))
 
     def updated_us(self, own_bytes: float, optimizer_states: int) -> float:
         """Of an optimizer's step of a parameter, of which this rank has so many bytes: its gradient is read, the

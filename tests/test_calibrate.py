@@ -80,7 +80,7 @@ def test_a_job_measures_its_axes_and_all_ranks_have_the_same_numbers(tmp_path: P
     kinds = ("products", "attention", "attention backward")
     wires = {f"{kind} {wire}" for kind in ("quantize", "dequantize") for wire in ("int8", "int4", "fp8")}
     assert set(device.tables) == {kind + bits for kind in kinds for bits in ("16", "32")} | {"memory"} | wires
-    assert device.launch_us > 0 and 0.2 < device.slower_copied < 20
+    assert device.launch_us > 0 and 0.1 < device.copied_gb_per_s < 1e3
     largest = 2 * 1024**3
     assert device.product_us(largest, 2) == pytest.approx(largest / device.tflops / 1e6)
     assert device.product_us(largest, 4) == pytest.approx(largest / device.tflops / 1e6 * device.slower_fp32)

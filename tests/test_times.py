@@ -183,7 +183,7 @@ def forward(x: f32[1000], w: f32[1000]):
     z = neg(y)
     return [bucket, z]
 """
-    assert us(text, replace(DEVICE, value_ns=3.0, slower_copied=2.0)) == {
+    assert us(text, replace(DEVICE, value_ns=3.0, copied_gb_per_s=0.5)) == {
         "bucket": 2 * 16.0,
         "y": 4.0 + 3.0,
         "z": 4.0 + 3.0,

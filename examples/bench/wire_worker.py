@@ -5,10 +5,11 @@ A step is a forward and a backward of each micro-batch and the optimizer's updat
 barrier, so that what is put off to the next step is counted there. Python's garbage collector is off between them. Peak
 memory is taken in two more steps: what the C library's allocator gives out beyond what lives between steps, and that.
 
-Machines get slower and faster within minutes. So before and after what is measured all ranks go forwards and backwards
-through the model of the benchmark, without communication, and how long that took goes with the result. Of rows of
-shardc the step is foretold twice: by what `calibrate` has measured, and as if all compute took as many times as long as
-these pieces do since.
+Machines get slower and faster within minutes. So steps are timed in blocks, and before each and after the last all
+ranks go forwards and backwards through the model of the benchmark, without communication; how long that took goes with
+the result. A block begins with a step that does not count: what the one before it put off was done when these pieces
+were. Of rows of shardc the step is foretold twice: by what `calibrate` has measured, and as if all compute took as many
+times as long as these pieces do since.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import gc
 import json
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,6 +52,8 @@ LEARNING_RATE = 1e-3
 PEAK_STEPS = 2
 PIECES = 8
 """forwards and backwards, of which the median counts"""
+BLOCKS = 4
+"""of steps"""
 
 Result = dict[str, Any]
 
@@ -178,28 +182,39 @@ class Loop:
 def measured(task: Task) -> Result:
     """Of one row."""
     dist.init_process_group("gloo")
-    before_us = piece_us()
     parameters = parameters_of(built(ROWS[task.row]))
     began = time.perf_counter()
     system = ROWS[task.row].make(task)
     loop = Loop(task, system)
     for _ in range(task.warmup):
         loop.step()
-    ready_s = time.perf_counter() - began
-    with no_gc():
-        before = sent_bytes()
-        loop.begin()
-        for _ in range(task.steps):
-            loop.step()
-        sent = sent_bytes() - before
-    result = {**loop.took_s(), "sent_bytes": sent / task.steps, "losses": mean(loop.losses), "ready_s": ready_s}
+    result: Result = {"ready_s": time.perf_counter() - began, **timed(loop)}
+    result["losses"] = mean(loop.losses[: task.warmup + task.steps])
     result |= {"peak_bytes": slowest([float(peak_bytes(loop))])[0], "shared_by": system.shared_by}
-    result["pieces_us"] = [before_us, piece_us()]
     if task.piece_us:
         result["pace"] = statistics.mean(result["pieces_us"]) / task.piece_us
     if system.plan and dist.get_rank() == 0:
         result |= foretold(task, system, parameters, result["pace"])
     return result
+
+
+def timed(loop: Loop) -> Result:
+    """What steps took, and sent, and what pieces of compute took between them."""
+    taken: dict[str, list[float]] = defaultdict(list)
+    pieces_us = []
+    with no_gc():
+        before = sent_bytes()
+        for block in torch.arange(loop.task.steps).chunk(BLOCKS):
+            pieces_us.append(piece_us())
+            loop.step()
+            loop.begin()
+            for _ in block:
+                loop.step()
+            for part, seconds in loop.took_s().items():
+                taken[part] += seconds
+        sent = sent_bytes() - before
+        steps = loop.task.steps + len(pieces_us)
+        return {**taken, "sent_bytes": sent / steps, "pieces_us": [*pieces_us, piece_us()]}
 
 
 def sent_bytes() -> int:
