@@ -13,7 +13,8 @@ share and otherwise, of quantizing, and of compute in 16 bits. (What that model'
 there.)
 
 A machine is faster in one minute than in the next, and what is foretold is made of both kinds of runs. So none is timed
-at once: all are, a few steps each, one after the other, in rounds.
+at once: all are, a step each, one after the other, in rounds. Many rounds of few steps, for steps that follow each
+other have the same luck: medians of three in a row were up to 1.5 times as long in one round as in the next.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from statistics import median
 
 import torch
@@ -73,10 +73,10 @@ ROWS = (1, 4)
 """of a batch, the fewest that are enough; of more, compute without hops has not been pinned"""
 BUSY = 1.25
 """times as much as the busiest lane compute has to do: what holds it up is not hidden"""
-ROUNDS, STEPS = 4, 3
-"""of each run, and in each of them"""
+ROUNDS = 12
+"""in each of which each run makes a step"""
 ALONE_S = 0.7
-"""for which forwards and backwards without hops go on, each of the `STEPS` times that they are timed"""
+"""for which forwards and backwards without hops, as many as make a step, go on"""
 LAUNCH_US, VALUE_NS = 40.0, 0.5
 """of a product, and of a number, before they are pinned"""
 COMPUTE = ("products32", "products16", "number", "launch")
@@ -99,12 +99,12 @@ class Runner:
 
     model: nn.Module
     micro_batches: int
-    steps_s: Callable[[], list[float]]
-    """makes the steps of a round, and says what each took"""
+    step_s: Callable[[], float]
+    """makes a step, and says what it took"""
     rounds_s: list[float] = field(default_factory=list)
 
     def go_on(self) -> Runner:
-        self.rounds_s.append(_slowest(self.steps_s()))
+        self.rounds_s.append(_slowest(self.step_s()))
         return self
 
     @property
@@ -183,9 +183,9 @@ def _without_hops(topology: Topology) -> Iterator[tuple[nn.Sequential, Plan, Ten
 def _alone(plan: Plan, model: nn.Module, x: Tensor) -> Runner:
     """A step is some forwards and backwards without hops, until all ranks have made them; the seconds are of one."""
     model = compile(model, plan, progress=lambda text: None)
-    _, once_s = _passes_s(model, x, 1), _slowest([_passes_s(model, x, 1)])  # the first compiles
+    _, once_s = _passes_s(model, x, 1), _slowest(_passes_s(model, x, 1))  # the first compiles
     calls = max(1, int(ALONE_S / once_s))
-    return Runner(model, 0, lambda: [_passes_s(model, x, calls) for _ in range(STEPS)])
+    return Runner(model, 0, lambda: _passes_s(model, x, calls))
 
 
 def _passes_s(model: nn.Module, x: Tensor, calls: int) -> float:
@@ -283,18 +283,19 @@ def _trained(plan: Plan, rows: int, micro_batches: int) -> Runner:
         optimizer.zero_grad()
         return time.perf_counter()
 
-    def steps_s() -> list[float]:
-        return [end - begin for begin, end in pairwise([end_s() for _ in range(1 + STEPS)])]
+    def step_s() -> float:
+        began_s = end_s()  # a step before the one that counts: it ends with the last rank's, too
+        return end_s() - began_s
 
-    steps_s()  # compiles
-    return Runner(model, micro_batches, steps_s)
+    step_s()  # compiles
+    return Runner(model, micro_batches, step_s)
 
 
-def _slowest(seconds: Sequence[float]) -> float:
-    """The median of what the slowest rank took each time; the same on all."""
+def _slowest(seconds: float) -> float:
+    """What the slowest rank took; the same on all."""
     taken = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return median(taken.tolist())
+    return float(taken)
 
 
 def _foretold_s(program: Program, micro_batches: int, topology: Topology) -> float:

@@ -169,10 +169,10 @@ def test_runs_are_timed_in_turns_so_that_a_slow_minute_is_in_all_of_them(monkeyp
     timed: list[Runner] = []
 
     def runner(*of_run: object) -> Runner:
-        made = Runner(torch.nn.Module(), 1, lambda: timed.append(made) or [1.0])
+        made = Runner(torch.nn.Module(), 1, lambda: timed.append(made) or 1.0)
         return made
 
-    fakes = {"_alone": runner, "_trained": runner, "_slowest": max, "programs": lambda model: [None]}
+    fakes = {"_alone": runner, "_trained": runner, "_slowest": float, "programs": lambda model: [None]}
     fakes |= {"of_rank_0": lambda found: found, "_foretold_s": lambda *of_run: 1.0, "_rows": lambda *of_run: 1}
     fakes |= {"pinned": lambda topology, runs: topology, "refitted": lambda *of_fit: known}
     for name, fake in fakes.items():
