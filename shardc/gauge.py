@@ -3,8 +3,8 @@
 Matrix products, attention, copies and messages of quantized numbers, of a few sizes, go into tables. In a model they
 take longer than one after another in a loop: caches are cold, and compiled code has more to do between them. So a block
 of a transformer is compiled and run, and what it takes beyond what the tables say of it goes into those of products.
-(Attention, on CPUs, takes no longer than in a loop.) Copies, as of buckets, have a rate: in a loop over others each
-time, so that no cache holds them. One over the same says little of it: on CPUs it is six times as fast where they fit a
+(Attention, on CPUs, takes no longer than in a loop.) On CPUs copies, as of buckets, have a rate: in a loop over others
+each time, so that no cache holds them. One over the same says little of it: it is six times as fast where they fit a
 cache, and as fast where they do not.
 """
 
@@ -40,8 +40,8 @@ ATTENDED = {"cuda": ((128, 128), (512, 1024, 2048, 4096, 8192)), "cpu": ((8, 64)
 """Heads and their dim, and the lengths of sequences that attend to themselves, each token to those before."""
 COPIED_BYTES = {"cuda": range(16, 31, 2), "cpu": range(13, 28, 2)}
 """powers of 2"""
-PUT_TOGETHER = {"cuda": (18, 24), "cpu": (17, 21)}
-"""powers of 2, of the bytes of each of `PARTS` values"""
+PUT_TOGETHER = (17, 21)
+"""powers of 2, of the bytes of each of `PARTS` values; on a CPU (a GPU is taken to copy as fast as its table says)"""
 PARTS = 8
 QUANTIZED = (18, 22)
 """powers of 2, of elements; on a CPU (a GPU is taken to quantize as fast as it reads and writes)"""
@@ -63,8 +63,10 @@ def gauged(device: torch.device, progress: Say = lambda text: None) -> Device:
     """Tables and rates of a device, with what a compiled block takes. All ranks call it together."""
     found = _measured(device, progress)
     found = replace(found, tables={**found.tables, **_wires(found, device, progress)})
-    progress(f"measuring copies of what no cache holds on {device}")
-    found, factors = replace(found, copied_gb_per_s=_copied_gb_per_s(device)), {}
+    if device.type == "cpu":
+        progress(f"measuring copies of what no cache holds on {device}")
+        found = replace(found, copied_gb_per_s=_copied_gb_per_s(device))
+    factors = {}
     for bits, dtype in DTYPES.items():
         progress(f"compiling a block of {bits}-bit numbers, and running it")
         factors[f"products{bits}"] = _slower(found, bits, dtype, device)
@@ -133,7 +135,7 @@ def _copies(device: torch.device) -> Table:
 
 def _copied_gb_per_s(device: torch.device) -> float:
     """Read and written, where many bytes are put together, beyond what few take, so that calls do not count."""
-    (few, few_us), (many, many_us) = (_put_together(1 << power, device) for power in PUT_TOGETHER[device.type])
+    (few, few_us), (many, many_us) = (_put_together(1 << power, device) for power in PUT_TOGETHER)
     return (many - few) / (many_us - few_us) / 1e3
 
 

@@ -119,6 +119,11 @@ def test_quantizing_is_measured_without_its_calls_and_without_what_it_reads_and_
         assert device.quantized_us(elements, "dequantize int8") == pytest.approx(5e-3 * elements)
 
 
+def test_copies_are_measured_without_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gauge, "repeated_us", lambda call, device: 100.0 + call().nbytes * 2 / 5e3)
+    assert gauge._copied_gb_per_s(torch.device("cpu")) == pytest.approx(5.0)
+
+
 def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:
     links = {
         "node": Link(0.1, 50.0, launch_us=200.0, gather_us_per_mb=2e3, reduce_us_per_mb=3e3),
