@@ -122,8 +122,8 @@ class Device:
     """for which each number that is computed, or that a product reads or writes, takes longer than its operations and
     its bytes do; 0 where that was not measured, as on a GPU, which has all three at once"""
     copied_gb_per_s: float = 0.0
-    """read and written, where values that no cache holds are copied into one; 0 where that was not measured, as on a GPU,
-    which is taken to copy as fast as its table of memory says"""
+    """read and written, where values that no cache holds are copied into one; 0 where that was not measured, as on a
+    GPU, which is taken to copy as fast as its table of memory says"""
 
     def __post_init__(self) -> None:
         _check(self.tables)
