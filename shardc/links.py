@@ -119,8 +119,8 @@ class Device:
     """for which a host that computes is busy with calling a product and what is fused around it, or an optimizer's step
     of a parameter; 0 where the host runs ahead, as of a GPU"""
     value_ns: float = 0.0
-    """for which each number that is computed, or that a product reads or writes, takes longer than its operations and
-    its bytes do; 0 where that was not measured, as on a GPU, which has all three at once"""
+    """for which each number that a product reads or writes takes longer than its operations and its bytes do; 0 where
+    that was not measured, as on a GPU, which has all three at once"""
     copied_gb_per_s: float = 0.0
     """read and written, where values that no cache holds are copied into one; 0 where that was not measured, as on a
     GPU, which is taken to copy as fast as its table of memory says"""
@@ -151,7 +151,7 @@ class Device:
         return moved_bytes / self.memory_gb_per_s / self.efficiency / 1e3
 
     def values_us(self, numbers: float) -> float:
-        """Of computing so many, or of their part in products, beside operations and bytes."""
+        """Of so many that a product reads and writes, beside its operations and bytes."""
         return self.value_ns * numbers / 1e3
 
     def copied_us(self, moved_bytes: float) -> float:

@@ -3,7 +3,7 @@
 Compute is pinned first, without hops: models go forward and backward, one with a large matrix, of few rows and of more,
 a deep one, both in 32 bits and in 16 (where these are not emulated), and one of adapters, whose many small products
 take what it takes to call them; next to nothing is fused there, which could be mistaken for calls. Four factors make
-what was foretold of them most like what these took: of products of either length, of single numbers, and of calls.
+what was foretold of them most like what these took: of products of either length, of their numbers, and of calls.
 (Attention takes what its table says; where it was scaled with products, what these take hid behind it.)
 
 Beside hops in flight compute finds its caches cold, threads wake up at the wrong time, and each start reads its code
@@ -67,8 +67,9 @@ LENGTH = LAYERS + 2
 """with that matrix and a loss"""
 DEEP = 6
 """layers of one without that matrix"""
-RANK, ADAPTERS = 12, 24
-"""of a model of adapters alone, which takes as long as it takes to call its products"""
+RANK, ADAPTERS = 12, 96
+"""of a model of adapters alone, which takes as long as it takes to call its products: of so many, for each pass takes
+some milliseconds whatever is in it, and with 24 they seem to take 1.6 times as long"""
 ROWS = (1, 4)
 """of a batch, the fewest that are enough; of more, compute without hops has not been pinned"""
 BUSY = 1.25
@@ -83,7 +84,7 @@ COMPUTE = ("products32", "products16", "number", "launch")
 """what is pinned, as `_with_factors` has it"""
 HOPS = ("hop", "near byte", "far byte", "quantize", "16 bits")
 """what compute is taken by, and what takes longer beside it, as `_scaled` has them"""
-FITS = 6
+FITS = 9
 """of compute: after one, calls can be pinned to three times what they take"""
 FIRM = {"compute": 0.02, "hops": 0.04}
 """In each fit a factor of 2 is as unlikely as what takes so much longer than foretold."""

@@ -175,7 +175,7 @@ def forward(x: f32[1000], w: f32[1000]):
     assert us(text) == {"a": 4.0, "d": 8.0}
 
 
-def test_copies_take_longer_by_bytes_and_what_computes_by_numbers() -> None:
+def test_copies_take_longer_than_what_computes() -> None:
     text = """\
 def forward(x: f32[1000], w: f32[1000]):
     bucket = cat([x, w])
@@ -183,11 +183,7 @@ def forward(x: f32[1000], w: f32[1000]):
     z = neg(y)
     return [bucket, z]
 """
-    assert us(text, replace(DEVICE, value_ns=3.0, copied_gb_per_s=0.5)) == {
-        "bucket": 2 * 16.0,
-        "y": 4.0 + 3.0,
-        "z": 4.0 + 3.0,
-    }
+    assert us(text, replace(DEVICE, value_ns=3.0, copied_gb_per_s=0.5)) == {"bucket": 2 * 16.0, "y": 4.0, "z": 4.0}
 
 
 def test_calling_a_product_takes_a_host_time_and_what_is_fused_does_not() -> None:
