@@ -62,7 +62,7 @@ class Task:
     topology: dict[str, Any] | None = None
     """as calibrated"""
     piece_us: float | None = None
-    """what a piece of compute took before that"""
+    """what a piece of compute took meanwhile"""
     plan: str | None = None
     """of the planner"""
     memory: int | None = None

@@ -23,7 +23,7 @@ step: median; a step is over when the last rank is through with it. MB sent: by 
 of the plan, over the node axis. exposed: the step less that of the same model without communication (its update of as
 many parameters as a rank has). bound: the largest of that, of the closed form's bytes at the goodput of the link, and
 of the bound of the simulation with the update. off: of what is foretold, from what `calibrate` has measured. pace: how
-many times as long as before that all ranks took, between steps of the row, for forwards and backwards without
+many times as long as while that measured all ranks took, between steps of the row, for forwards and backwards without
 communication: machines get slower and faster. off at pace: where all compute takes so many times as long. best
 baseline / step: how many times as fast as the fastest baseline of the same precision (of bf16 for int8 and int4), and
 as the fastest of those whose peak memory is not above the row's own (by 1%). losses off: the largest relative

@@ -9,7 +9,7 @@ Machines get slower and faster within minutes. So steps are timed in blocks, and
 ranks go forwards and backwards through the model of the benchmark, without communication; how long that took goes with
 the result. A block begins with a step that does not count: what the one before it put off was done when these pieces
 were. Of rows of shardc the step is foretold twice: by what `calibrate` has measured, and as if all compute took as many
-times as long as these pieces do since.
+times as long as these pieces do, compared with those that were made while it measured.
 """
 
 from __future__ import annotations
@@ -91,9 +91,16 @@ def piece_us() -> float:
 
 
 def calibrated(task: Task) -> Result:
+    """With pieces of compute before it and between rounds of its trial, which take as long as many rows do."""
     dist.init_process_group("gloo")
-    before_us = piece_us()  # afterwards a process has more threads and memory than those of rows begin with
-    return {"piece_us": before_us, "topology": shardc.calibrate(task.shape).to_dict()}
+    pieces_us = [piece_us()]
+
+    def say(text: str) -> None:
+        if "round" in text:
+            pieces_us.append(piece_us())
+
+    topology = shardc.calibrate(task.shape, progress=say)
+    return {"piece_us": statistics.mean(pieces_us), "pieces_us": pieces_us, "topology": topology.to_dict()}
 
 
 def searched(task: Task) -> Result:
