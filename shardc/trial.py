@@ -69,7 +69,7 @@ DEEP = 6
 """layers of one without that matrix"""
 RANK, ADAPTERS = 12, 96
 """of a model of adapters alone, which takes as long as it takes to call its products: of so many, for each pass takes
-some milliseconds whatever is in it, and with 24 they seem to take 1.6 times as long"""
+some milliseconds whatever is in it, and one of 24 took 1.25 times as long for each"""
 ROWS = (1, 4)
 """of a batch, the fewest that are enough; of more, compute without hops has not been pinned"""
 BUSY = 1.25

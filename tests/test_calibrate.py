@@ -161,7 +161,7 @@ def test_products_numbers_and_calls_take_what_compute_took() -> None:
         program = trace(model, plan, x, keep=False)
         runs.append((program, 0, trial._foretold_s(program, 0, true)))
     found = trial.pinned(known, runs)
-    assert found.computes.launch_us == pytest.approx(24.0, rel=0.25)
+    assert found.computes.launch_us == pytest.approx(24.0, rel=0.2)
     assert found.computes.value_ns == pytest.approx(2.0, rel=0.3), "the least of what is measured here"
     for program, _, took_s in runs:
         assert trial._foretold_s(program, 0, found) == pytest.approx(took_s, rel=0.03)

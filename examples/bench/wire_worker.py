@@ -42,7 +42,7 @@ from shardc.heap import keep_freed
 from shardc.near import held_bytes, is_shared
 from shardc.predict import predicted
 from shardc.program import Program, Variant
-from shardc.trial import with_overheads
+from shardc.trial import ROUNDS, with_overheads
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 """Of the host that the process is in."""
@@ -91,7 +91,7 @@ def piece_us() -> float:
 
 
 def calibrated(task: Task) -> Result:
-    """With pieces of compute before it and between rounds of its trial, which take as long as many rows do."""
+    """With a piece of compute before it and before each other round of its trial, which goes on for minutes."""
     dist.init_process_group("gloo")
     pieces_us = [piece_us()]
 
@@ -100,6 +100,7 @@ def calibrated(task: Task) -> Result:
             pieces_us.append(piece_us())
 
     topology = shardc.calibrate(task.shape, progress=say)
+    assert len(pieces_us) == ROUNDS
     return {"piece_us": statistics.mean(pieces_us), "pieces_us": pieces_us, "topology": topology.to_dict()}
 
 
