@@ -32,6 +32,9 @@ NETWORK = "10.77.0"
 FIRST = 10
 BURST, LIMIT = "128kb", "1mb"
 """Of the token bucket: what may go at once, and what may wait."""
+CONGESTION = "cubic"
+"""How TCP answers congestion, whatever this machine's default is. Under BBR a connection sends next to nothing for
+0.2 s in ten, to see how fast an empty link is, and all ranks wait for it."""
 GRACE_S = 15.0
 """When one host has failed, the others have this long to say why; what is told to end has this long to do it."""
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -77,6 +80,8 @@ class Hosts:
             _run("ip", "-n", name, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _run("ip", "-n", name, "link", "set", device, "up")
+            _govern(name, "eth0", f"{NETWORK}.0/24")
+            _govern(name, "eth0", f"local {self.address(i)} table local")
             _run("ip", "-n", self.switch, "link", "set", f"port{i}", "master", "bridge")
             _run("ip", "-n", self.switch, "link", "set", f"port{i}", "up")
 
@@ -162,8 +167,11 @@ def check() -> None:
         raise Missing(f"The kernel makes no network namespaces: {error} (in a container: --privileged).") from error
     try:
         _shape(name, "lo", "1gbit")
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        _govern(name, "lo", "local 127.0.0.0/8 table local")
     except RuntimeError as error:
-        raise Missing(f"The kernel shapes no links: {error} (it needs the module sch_tbf).") from error
+        needed = f"it needs the modules sch_tbf and tcp_{CONGESTION}"
+        raise Missing(f"The kernel shapes no links: {error} ({needed}).") from error
     finally:
         _run("ip", "netns", "del", name)
 
@@ -171,6 +179,11 @@ def check() -> None:
 def _shape(space: str, device: str, rate: str | None) -> None:
     shape = ["tbf", "rate", rate, "burst", BURST, "limit", LIMIT] if rate else ["noqueue"]
     _run("tc", "-n", space, "qdisc", "replace", "dev", device, "root", *shape)
+
+
+def _govern(space: str, device: str, route: str) -> None:
+    """What goes that way, by `CONGESTION`: a namespace may not choose its default, but a route can."""
+    _run("ip", "-n", space, "route", "replace", *route.split(), "dev", device, "congctl", CONGESTION)
 
 
 def namespaces() -> set[str]:
