@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import statistics
 import sys
 import tempfile
@@ -99,7 +100,7 @@ def links() -> str:
             f"ranks {ranks} compute at less than {SLOWER:.0%} of the others' speed; every step waits for them",
             fix="see what else runs on their hosts, and how they are cooled",
         )
-    return "\n" + summary(topology) + _shared()
+    return "\n" + summary(topology) + _shared() + _congested()
 
 
 def _shared() -> str:
@@ -107,6 +108,18 @@ def _shared() -> str:
     if not _torch.is_gloo(dist.group.WORLD):
         return ""
     return f"\nrank 0 shares memory with {len(near(dist.group.WORLD).peers)} of {dist.get_world_size() - 1} other ranks"
+
+
+def _congested() -> str:
+    """What to know of how TCP answers congestion by default here."""
+    with socket.socket() as unused:
+        name = unused.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+    if name != "bbr":
+        return ""
+    return (
+        "\nTCP answers congestion by bbr on rank 0's host: a connection sends next to nothing for 0.2 s in ten, and "
+        "every rank waits for it. Where hosts are joined by TCP: sysctl net.ipv4.tcp_congestion_control=cubic on each."
+    )
 
 
 def slow_ranks() -> list[int]:

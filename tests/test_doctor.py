@@ -54,6 +54,18 @@ def test_a_rank_is_slow_that_is_slow_at_every_look(
     assert doctor.slow_ranks() == slow
 
 
+@pytest.mark.parametrize(("name", "told"), [("bbr", True), ("cubic", False)])
+def test_congestion_control_that_stalls_all_ranks_is_told(
+    monkeypatch: pytest.MonkeyPatch, name: str, told: bool
+) -> None:
+    class Socket(doctor.socket.socket):
+        def getsockopt(self, *option: int) -> bytes:
+            return name.encode().ljust(option[-1], b"\0")
+
+    monkeypatch.setattr(doctor.socket, "socket", Socket)
+    assert ("tcp_congestion_control=cubic" in doctor._congested()) is told
+
+
 @pytest.mark.slow
 def test_under_a_launcher_ranks_train_together_and_links_are_measured(tmp_path: Path) -> None:
     script = tmp_path / "doctor.py"  # other tests run beside this one, and may well slow a rank down
