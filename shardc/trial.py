@@ -15,7 +15,7 @@ there.)
 A machine is faster in one minute than in the next, and what is foretold is made of both kinds of runs. So none is timed
 at once: all are, a step each, one after the other, in rounds. Many rounds of few steps, for steps that follow each
 other have the same luck: medians of three in a row were up to 1.5 times as long in one round as in the next. In each, a
-step that does not count comes first: one that follows another model's took 3% longer.
+step that does not count comes first: caches are another model's, and what its step put off may still be under way.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ ROUNDS = 12
 """in each of which each run makes a step"""
 ALONE_S = 1.5
 """for which forwards and backwards without hops go on: as in the micro-batches of a step, ranks do not wait for each
-other after each, which took 3% more"""
+other after each, which took up to 3% more"""
 LAUNCH_US, VALUE_NS = 40.0, 0.5
 """of a product, and of a number, before they are pinned"""
 COMPUTE = ("products32", "products16", "number", "launch")
@@ -103,7 +103,7 @@ class Runner:
     model: nn.Module
     micro_batches: int
     step_s: Callable[[], float]
-    """makes a step that does not count, as caches are another model's, and one that does, and says what that took"""
+    """makes a step that does not count and one that does, and says what that took"""
     rounds_s: list[float] = field(default_factory=list)
 
     def go_on(self) -> Runner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from functools import partial
@@ -186,6 +187,25 @@ def test_runs_are_timed_in_turns_so_that_a_slow_minute_is_in_all_of_them(monkeyp
     runs = timed[: len(timed) // trial.ROUNDS]
     assert len({id(it) for it in runs}) == len(runs) == 7 + len(trial.RUNS)
     assert timed == runs * trial.ROUNDS
+
+
+def test_compute_without_hops_is_timed_behind_a_pass_that_does_not_count_and_without_garbage_collection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes: list[tuple[int, bool]] = []
+
+    def passes_s(model: object, x: object, calls: int) -> float:
+        passes.append((calls, gc.isenabled()))
+        return 0.25
+
+    fakes = {"compile": lambda model, *plan, **options: model, "_passes_s": passes_s, "_slowest": float}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(trial, name, fake)
+    runner = trial._alone(None, torch.nn.Module(), torch.zeros(1))
+    passes.clear()
+    assert runner.go_on().rounds_s == [0.25]
+    assert passes == [(1, False), (int(trial.ALONE_S / 0.25), False)]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(("slower_fp32", "dtypes"), [(2.0, {None, torch.bfloat16}), (0.1, {None})])
