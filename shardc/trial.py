@@ -10,7 +10,9 @@ Beside hops in flight compute finds its caches cold, threads wake up at the wron
 from memory again; of that, what is measured in a loop shows little. So the first model is then trained under a few
 plans, for five factors more: of what a hop takes of compute, of what it takes for each byte, through memory that ranks
 share and otherwise, of quantizing, and of compute in 16 bits. (What that model's compute is still off by is left out
-there.)
+there.) Of each, steps are timed, and forwards and backwards that do not sync, in which compute waits for little: where
+there were only steps, whatever else these took longer was put down to hops, as if they took twice as much of compute,
+and what micro-batches do before the last was foretold 7 to 18% too long.
 
 A machine is faster in one minute than in the next, and what is foretold is made of both kinds of runs. So none is timed
 at once: all are, a step each, one after the other, in rounds. Many rounds of few steps, for steps that follow each
@@ -38,7 +40,7 @@ from shardc.links import Device, Link
 from shardc.plan import Plan
 from shardc.predict import predicted
 from shardc.program import Program
-from shardc.times import times_us
+from shardc.simulate import calls_of, clocked
 from shardc.topology import Topology
 from shardc.trace import programs, trace
 
@@ -77,9 +79,9 @@ BUSY = 1.25
 """times as much as the busiest lane compute has to do: what holds it up is not hidden"""
 ROUNDS = 12
 """in each of which each run makes a step"""
-ALONE_S = 1.5
-"""for which forwards and backwards without hops go on: as in the micro-batches of a step, ranks do not wait for each
-other after each, which took up to 3% more"""
+PASSES_S = 1.5
+"""for which forwards and backwards go on: as in the micro-batches of a step, ranks do not wait for each other after
+each, which took up to 3% more"""
 LAUNCH_US, VALUE_NS = 40.0, 0.5
 """of a product, and of a number, before they are pinned"""
 COMPUTE = ("products32", "products16", "number", "launch")
@@ -93,7 +95,7 @@ FIRM = {"compute": 0.02, "hops": 0.04}
 
 
 Run = tuple[Program, int, float]
-"""A program, the micro-batches of its step (0: a forward and a backward without hops), and the seconds that it took."""
+"""A program, the micro-batches of its step (0: a forward and a backward without sync), and the seconds that it took."""
 
 
 @dataclass
@@ -103,7 +105,7 @@ class Runner:
     model: nn.Module
     micro_batches: int
     step_s: Callable[[], float]
-    """makes a step that does not count and one that does, and says what that took"""
+    """makes what does not count and what does, and says what that took"""
     rounds_s: list[float] = field(default_factory=list)
 
     def go_on(self) -> Runner:
@@ -128,7 +130,9 @@ def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
     for plan, micro_batches in _plans(_with_compute(topology, alone.values())):
         progress(f"training a small model, {micro_batches} micro-batches: {plan}")
         rows = _rows(plan, micro_batches)
-        trained.append((_trained(plan, rows, micro_batches).go_on(), alone[LENGTH, plan.param_dtype, rows]))
+        steps = _trained(plan, rows, micro_batches).go_on()
+        passes = _passes(steps.model, _batch(plan, rows)).go_on()
+        trained += [(it, alone[LENGTH, plan.param_dtype, rows]) for it in (steps, passes)]
     for count in range(1, ROUNDS):
         progress(f"running all of these again: round {count + 1} of {ROUNDS}")
         for runner in (*alone.values(), *(it for it, _ in trained)):
@@ -136,7 +140,7 @@ def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
     topology, runs = _with_compute(topology, alone.values()), []
     for (program, micro_batches, took_s), (without_hops, _, alone_s) in ((a.run, b.run) for a, b in trained):
         off_s = alone_s - _foretold_s(without_hops, 0, topology)
-        runs.append((program, micro_batches, took_s - micro_batches * off_s))
+        runs.append((program, micro_batches, took_s - max(1, micro_batches) * off_s))
     return of_rank_0(refitted(runs, partial(_scaled, topology), len(HOPS), FIRM["hops"]))
 
 
@@ -185,10 +189,13 @@ def _without_hops(topology: Topology) -> Iterator[tuple[nn.Sequential, Plan, Ten
 
 
 def _alone(plan: Plan, model: nn.Module, x: Tensor) -> Runner:
-    """A step is some forwards and backwards without hops, until all ranks have made them; the seconds are of one."""
-    model = compile(model, plan, progress=lambda text: None)
+    return _passes(compile(model, plan, progress=lambda text: None), x)
+
+
+def _passes(model: nn.Module, x: Tensor) -> Runner:
+    """A step is some forwards and backwards without sync, until all ranks have made them; the seconds are of one."""
     _, once_s = _passes_s(model, x, 1), _slowest(_passes_s(model, x, 1))  # the first compiles
-    calls = max(1, int(ALONE_S / once_s))
+    calls = max(1, int(PASSES_S / once_s))
 
     def step_s() -> float:
         _passes_s(model, x, 1)
@@ -308,12 +315,11 @@ def _slowest(seconds: float) -> float:
 
 
 def _foretold_s(program: Program, micro_batches: int, topology: Topology) -> float:
-    """Of the same graphs. Without hops, of the second micro-batch's calls, which add to sums and do not sync."""
+    """Of the same graphs. Without sync, of the second micro-batch's calls, which add to sums."""
     there = replace(program, plan=replace(program.plan, topology=topology), pace={})
     if micro_batches:
         return predicted(there, micro_batches).step_us / 1e6
-    calls = [program.graph(variant) for variant in program.step(3)[2:4]]
-    return sum(sum(times_us(graph, topology).values()) for graph in calls) / 1e6
+    return clocked(there, topology, calls_of(there, 3)[2:4]).now_us / 1e6
 
 
 def _scaled(topology: Topology, factors: Sequence[float]) -> Topology:

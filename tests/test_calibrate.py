@@ -53,7 +53,7 @@ def test_a_group_of_one_rank_takes_no_time() -> None:
 
 
 def measured(path: str) -> str:
-    trial.RUNS, trial.DIM, trial.VOCAB, trial.ALONE_S = trial.RUNS[:1], 64, 256, 0.1
+    trial.RUNS, trial.DIM, trial.VOCAB, trial.PASSES_S = trial.RUNS[:1], 64, 256, 0.1
     slowest, shift = trial._slowest, 1.0 + 0.01 * int(os.environ["RANK"])  # as if their arithmetic was not the same
     trial._slowest = lambda seconds: shift * slowest(seconds)
     found = shardc.calibrate(shardc.Topology(node=2, gpu=2), sizes=[1 << 12, 1 << 16, 1 << 20], out=path)
@@ -125,7 +125,7 @@ def test_copies_are_measured_without_their_calls(monkeypatch: pytest.MonkeyPatch
     assert gauge._copied_gb_per_s(torch.device("cpu")) == pytest.approx(5.0)
 
 
-def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:
+def test_a_trial_makes_what_is_foretold_like_what_steps_and_passes_took() -> None:
     links = {
         "node": Link(0.1, 50.0, launch_us=200.0, gather_us_per_mb=2e3, reduce_us_per_mb=3e3),
         "gpu": Link(1.0, 5.0, launch_us=100.0, gather_us_per_mb=500.0, reduce_us_per_mb=1e3, near=True),
@@ -137,8 +137,9 @@ def test_a_trial_makes_what_is_foretold_like_what_steps_took() -> None:
     plans = list(trial._plans(known))
     assert len(plans) == len(trial.RUNS)
     programs = [(trace(trial._model(), plan, trial._batch(plan, 1), keep=False), count) for plan, count in plans]
-    true = trial._scaled(known, [1.5, 3.0, 2.0, 2.5, 1.5])
-    runs = [(program, count, trial._foretold_s(program, count, true)) for program, count in programs]
+    true, runs = trial._scaled(known, [1.5, 3.0, 2.0, 2.5, 1.5]), []
+    for program, count in programs:
+        runs += [(program, it, trial._foretold_s(program, it, true)) for it in (count, 0)]
     found = trial.refitted(runs, partial(trial._scaled, known), len(trial.HOPS), trial.FIRM["hops"])
 
     def off(topology: shardc.Topology) -> float:
@@ -178,18 +179,19 @@ def test_runs_are_timed_in_turns_so_that_a_slow_minute_is_in_all_of_them(monkeyp
         made = Runner(torch.nn.Module(), 1, lambda: timed.append(made) or 1.0)
         return made
 
-    fakes = {"_alone": runner, "_trained": runner, "_slowest": float, "programs": lambda model: [None]}
+    fakes = {"_alone": runner, "_trained": runner, "_passes": runner, "_slowest": float}
+    fakes |= {"programs": lambda model: [None]}
     fakes |= {"of_rank_0": lambda found: found, "_foretold_s": lambda *of_run: 1.0, "_rows": lambda *of_run: 1}
     fakes |= {"pinned": lambda topology, runs: topology, "refitted": lambda *of_fit: known}
     for name, fake in fakes.items():
         monkeypatch.setattr(trial, name, fake)
     assert trial.tried(known) == known
     runs = timed[: len(timed) // trial.ROUNDS]
-    assert len({id(it) for it in runs}) == len(runs) == 7 + len(trial.RUNS)
+    assert len({id(it) for it in runs}) == len(runs) == 7 + 2 * len(trial.RUNS)
     assert timed == runs * trial.ROUNDS
 
 
-def test_compute_without_hops_is_timed_behind_a_pass_that_does_not_count_and_without_garbage_collection(
+def test_passes_are_timed_behind_one_that_does_not_count_and_without_garbage_collection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     passes: list[tuple[int, bool]] = []
@@ -198,13 +200,12 @@ def test_compute_without_hops_is_timed_behind_a_pass_that_does_not_count_and_wit
         passes.append((calls, gc.isenabled()))
         return 0.25
 
-    fakes = {"compile": lambda model, *plan, **options: model, "_passes_s": passes_s, "_slowest": float}
-    for name, fake in fakes.items():
+    for name, fake in {"_passes_s": passes_s, "_slowest": float}.items():
         monkeypatch.setattr(trial, name, fake)
-    runner = trial._alone(None, torch.nn.Module(), torch.zeros(1))
+    runner = trial._passes(torch.nn.Module(), torch.zeros(1))
     passes.clear()
     assert runner.go_on().rounds_s == [0.25]
-    assert passes == [(1, False), (int(trial.ALONE_S / 0.25), False)]
+    assert passes == [(1, False), (int(trial.PASSES_S / 0.25), False)]
     assert gc.isenabled()
 
 
