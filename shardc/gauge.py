@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, cycle
@@ -57,6 +57,8 @@ MORE = {"cuda": 2, "cpu": 1}
 """times as many calls at once, after each wait for the device"""
 BATCHES = 3
 """of which the median counts: machines stand still now and then"""
+ROUNDS = 5
+"""the same, of batches of several in turns"""
 
 
 def gauged(device: torch.device, progress: Say = lambda text: None) -> Device:
@@ -102,11 +104,10 @@ def _measured(device: torch.device, progress: Say = lambda text: None) -> Device
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> Table:
-    points = []
-    for n in PRODUCTS[device.type]:
-        a = torch.randn(n, n, device=device).to(dtype)
-        points.append((2 * n**3, repeated_us(partial(torch.matmul, a, a), device)))
-    return rising(points)
+    sizes = PRODUCTS[device.type]
+    squares = (torch.randn(n, n, device=device).to(dtype) for n in sizes)
+    taken_us = in_turns_us([partial(torch.matmul, a, a) for a in squares], device)
+    return rising(zip((2 * n**3 for n in sizes), taken_us, strict=True))
 
 
 def _attention(dtype: torch.dtype, device: torch.device) -> tuple[Table, Table]:
@@ -117,20 +118,21 @@ def _attention(dtype: torch.dtype, device: torch.device) -> tuple[Table, Table]:
     for n in lengths:
         q, k, v, grad = (torch.randn(1, heads, n, dim, device=device).to(dtype) for _ in range(4))
         inputs = tuple(x.requires_grad_() for x in (q, k, v))
-        attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-        grads = partial(torch.autograd.grad, attend(), inputs, grad, retain_graph=True)
-        product = 2 * n * n * dim
-        forward.append((2 * product, repeated_us(attend, device) / heads))
-        backward.append((5 * product, repeated_us(grads, device) / heads))
-    return rising(forward), rising(backward)
+        forward.append(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))
+        backward.append(partial(torch.autograd.grad, forward[-1](), inputs, grad, retain_graph=True))
+    products = [2 * n * n * dim for n in lengths]
+    taken_us = [us / heads for us in in_turns_us([*forward, *backward], device)]
+    return (
+        rising(zip((2 * it for it in products), taken_us[: len(lengths)], strict=True)),
+        rising(zip((5 * it for it in products), taken_us[len(lengths) :], strict=True)),
+    )
 
 
 def _copies(device: torch.device) -> Table:
-    points = []
-    for power in COPIED_BYTES[device.type]:
-        x = torch.zeros(1 << power, dtype=torch.uint8, device=device)
-        points.append((2 << power, repeated_us(partial(torch.empty_like(x).copy_, x), device)))
-    return rising(points)
+    powers = COPIED_BYTES[device.type]
+    sources = [torch.zeros(1 << power, dtype=torch.uint8, device=device) for power in powers]
+    taken_us = in_turns_us([partial(torch.empty_like(x).copy_, x) for x in sources], device)
+    return rising(zip((2 << power for power in powers), taken_us, strict=True))
 
 
 def _copied_gb_per_s(device: torch.device) -> float:
@@ -250,8 +252,16 @@ def own_tflops(device: torch.device) -> float:
 def repeated_us(call: Callable[[], object], device: torch.device) -> float:
     """Of one call of many, on the average of all ranks, while they do the same: of ranks that share a core, most single
     calls have it to themselves, and some ranks have more of it than others for a while."""
-    call()
-    return median(_average_us(call, device) for _ in range(BATCHES))
+    return in_turns_us([call], device)[0]
+
+
+def in_turns_us(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Of one of each, as `repeated_us` has it, all in turns: what makes a machine slow for a second is not all that one
+    of them has, as a product of 256 rows that then took twice as long as others for its operations."""
+    for call in calls:
+        call()
+    batches = [[_average_us(call, device) for call in calls] for _ in range(ROUNDS)]
+    return [median(taken_us) for taken_us in zip(*batches, strict=True)]
 
 
 def _average_us(call: Callable[[], object], device: torch.device) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -98,6 +99,17 @@ def test_on_a_core_of_its_own_a_collective_takes_what_products_lose_to_it(
     monkeypatch.setattr(calibrating, "time", SimpleNamespace(thread_time_ns=lambda: 0, process_time_ns=lambda: 0))
     lane = SimpleNamespace(start=lambda hop, x: SimpleNamespace(wait=lambda: None))
     assert calibrating._taken_us(lane, None, None, None, 1e4, threads=True) == us
+
+
+def test_a_slow_second_is_not_all_that_one_of_some_measured_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured_so_far = []
+
+    def average_us(call: Callable[[], float], device: torch.device) -> float:
+        measured_so_far.append(call)
+        return call() * (2.0 if 3 <= len(measured_so_far) <= 5 else 1.0)
+
+    monkeypatch.setattr(gauge, "_average_us", average_us)
+    assert gauge.in_turns_us([lambda: 10.0, lambda: 20.0], torch.device("cpu")) == [10.0, 20.0]
 
 
 def test_quantizing_is_measured_without_its_calls_and_without_what_it_reads_and_writes(
