@@ -12,8 +12,10 @@ model of 16.9M parameters with AdamW, one sequence of 128 tokens a rank and micr
 
 Each row is a job of its own, though starting one takes longer than its steps: what a row before has left behind
 (compiled code, buffers of process groups) would be in the peak memory of the next, and a row that dies takes no other
-with it. Every finished job is a line of `jobs.jsonl` in `--out`; with `--resume` those that are there are not run
-again. Tables and plots are made of that file, and written beside it.
+with it. But machines get slower and faster within minutes, and rows that ran one after the other cannot be told apart
+to a hundredth. So the planner's choice, shardc's other rows of the same formats and the best baseline run once more, in
+one job, a few steps of each in turns. Every finished job is a line of `jobs.jsonl` in `--out`; with `--resume` those
+that are there are not run again. Tables and plots are made of that file, and written beside it.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ TIMEOUT_S = 3 * 3600.0
 """for one job"""
 KEY = ("layout", "rate", "micro_batches", "row", "warmup", "steps", "measure")
 """what tells one job from another"""
+ON_THIS_HOST = ("search/", "one-process/")
+"""jobs of one process"""
 
 
 def arguments() -> argparse.Namespace:
@@ -159,11 +163,11 @@ class Bench:
             job, out = Path(folder, "task.json"), Path(folder, "result.json")
             job.write_text(json.dumps({"task": asdict(task), "out": str(out)}))
             command = [str(Path(__file__).resolve()), "--worker", str(job)]
-            if task.row in ROWS or task.row == "calibrate":
+            if task.row.startswith(ON_THIS_HOST):
+                run_here(command)
+            else:
                 self.hosts.rate(task.rate or None)
                 self.hosts.torchrun(command, processes=task.processes, timeout_s=TIMEOUT_S)
-            else:
-                run_here(command)
             return json.loads(out.read_text())
 
 
@@ -203,8 +207,11 @@ def run_layout(options: argparse.Namespace, text: str, records: Records) -> None
             calibrated = bench(bench.task("calibrate", rate))
             links = {key: calibrated.get(key) for key in ("topology", "piece_us")}
             for count in options.micro_batches:
-                for name in names[count]:
-                    run_row(bench, bench.task(name, rate, count, **links))
+                tasks = [bench.task(name, rate, count, **links) for name in names[count]]
+                for task in tasks:
+                    run_row(bench, task)
+                for task in tasks:
+                    run_turns(bench, task)
                 print(f"\n{Table(records.all, Setting(text, rate, count))}\n", flush=True)
 
 
@@ -232,31 +239,53 @@ def beside(bench: Bench, names: list[str], micro_batches: int) -> Iterator[Task]
 
 
 def run_row(bench: Bench, task: Task) -> None:
-    """The planner is asked before its row runs. What needs links waits for none that could not be measured."""
+    """What needs links waits for none that could not be measured."""
     if ROWS[task.row].kind == OURS and not task.topology:
         print(f"{task.row} is left out: links were not measured", flush=True)
-    elif task.row.startswith("planner"):
-        memory = memory_of_best(bench, task)
-        if memory is None:
-            print(f"{task.row}: there is no baseline; memory is all that the machine has", flush=True)
-        suffix = task.row.removeprefix("planner")
-        plan = bench(replace(task, row=f"search/{suffix}", memory=memory)).get("plan")
-        if plan:
-            bench(replace(task, plan=plan, memory=memory))
-    else:
-        bench(replace(task, memory=memory_of(bench, task, ROWS[task.row].as_small_as)))
+        return
+    if is_planner(task) and memory_of_best(bench, task) is None:
+        print(f"{task.row}: there is no baseline; memory is all that the machine has", flush=True)
+    if complete := completed(bench, task):
+        bench(complete)
+
+
+def completed(bench: Bench, task: Task) -> Task | None:
+    """With its memory limit. The planner is asked for its plan, if it finds one."""
+    if not is_planner(task):
+        return replace(task, memory=memory_of(bench, task, ROWS[task.row].as_small_as))
+    memory = memory_of_best(bench, task)
+    found = bench(replace(task, row=f"search/{task.row.removeprefix('planner')}", memory=memory))
+    return replace(task, plan=found["plan"], memory=memory) if "plan" in found else None
+
+
+def is_planner(task: Task) -> bool:
+    return task.row.startswith("planner")
+
+
+def run_turns(bench: Bench, task: Task) -> None:
+    """Of the planner's choice, what it could have been, and the best baseline."""
+    table = table_of(bench, task)
+    if not is_planner(task) or task.row not in table.rows:
+        return
+    best = table.best(task.row)
+    names = [task.row, *table.alike(task.row), *([best] if best else [])]
+    tasks = (completed(bench, replace(task, row=name)) for name in names)
+    bench(replace(task, row=f"turns/{','.join(names)}", turns=[asdict(each) for each in tasks if each]))
+
+
+def table_of(bench: Bench, task: Task) -> Table:
+    return Table(bench.records.all, Setting(bench.layout, task.rate, task.micro_batches))
 
 
 def memory_of(bench: Bench, task: Task, row: str) -> int | None:
     """Peak bytes of a row that ran before."""
-    found = Table(bench.records.all, Setting(bench.layout, task.rate, task.micro_batches)).rows.get(row)
+    found = table_of(bench, task).rows.get(row)
     return int(found["peak_bytes"]) if found else None
 
 
 def memory_of_best(bench: Bench, task: Task) -> int | None:
     """Peak bytes of the fastest baseline of the same precision."""
-    table = Table(bench.records.all, Setting(bench.layout, task.rate, task.micro_batches))
-    best = table.best(task.row)
+    best = table_of(bench, task).best(task.row)
     return memory_of(bench, task, best) if best else None
 
 

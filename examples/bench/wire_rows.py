@@ -67,6 +67,8 @@ class Task:
     """of the planner"""
     memory: int | None = None
     """bytes that the planner may use, or that a baseline of the same placement needs"""
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    """tasks of the rows that take turns"""
 
     @property
     def world(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +69,9 @@ class Table:
         self.rows = {r["row"]: r for r in of_batches if r["rate"] == setting.rate and r["row"] in ROWS}
         self.others = {r["row"]: r for r in of_batches if not r["rate"]}
         """whose step does not depend on links"""
+        in_turns = (r for r in of_batches if r["rate"] == setting.rate and "turns_s" in r)
+        self.turns = {next(iter(r["turns_s"])): r for r in in_turns}
+        """by the planner's row: seconds of its steps, and of those of rows that took turns with it in one job"""
         calibrated = [r for r in alike if r["row"] == "calibrate" and r["rate"] == setting.rate]
         self.topology = shardc.Topology.from_dict(calibrated[-1]["topology"]) if calibrated else None
 
@@ -156,6 +159,8 @@ class Table:
                 yield f"- {precision}: {name} takes {self.step_s(name):.3f} s; {self._against(name)}"
         for name in (n for n in self.ordered if n.startswith("planner")):
             yield self._choice(name)
+            if name in self.turns:
+                yield self._in_turns(name)
 
     def _against(self, name: str) -> str:
         whole = [n for n in ("fsdp2", "fsdp2-compiled") if n in self.rows]
@@ -165,16 +170,32 @@ class Table:
         return ", ".join(found) or "there is no baseline"
 
     def _choice(self, name: str) -> str:
-        record, limit_bytes = self.rows[name], self.rows[name].get("memory") or float("inf")
-        alike = [n for n in self.ordered if n.startswith("shardc-") and _suffix(n) == name.removeprefix("planner")]
-        fitting = [n for n in alike if self.rows[n]["peak_bytes"] <= limit_bytes * SAME_MEMORY]
-        fastest = min(fitting, key=self.step_s, default=None)
+        record, limit_bytes = self.rows[name], self.limit_bytes(name)
         over = record["peak_bytes"] / limit_bytes - 1
-        than = (
-            f"{self.step_s(name) / self.step_s(fastest) - 1:+.1%} against {fastest}, the fastest" if fastest else "none"
-        )
         note = f", itself {over:.1%} above the limit" if over > SAME_MEMORY - 1 else ""
-        return f"- {name} ({record['plan']}): {than} of those that fit{note}"
+        return f"- {name} ({record['plan']}): {self._against_rivals(name, self.step_s)}{note}"
+
+    def _in_turns(self, name: str) -> str:
+        record = self.turns[name]
+        median_s = {row: statistics.median(steps_s) for row, steps_s in record["turns_s"].items()}
+        found = (f"{row} {s:.3f} s ({off(self.rows[row].get('foretold_s'), s)})" for row, s in median_s.items())
+        against = self._against_rivals(name, median_s.__getitem__)
+        return f"- in turns (off; pace {number(record.get('pace'))}): {', '.join(found)}: {name} {against}"
+
+    def _against_rivals(self, name: str, step_s: Callable[[str], float]) -> str:
+        limit_bytes = self.limit_bytes(name) * SAME_MEMORY
+        fitting = (n for n in self.alike(name) if self.rows[n]["peak_bytes"] <= limit_bytes)
+        fastest = min(fitting, key=step_s, default=None)
+        than = f"{step_s(name) / step_s(fastest) - 1:+.1%} against {fastest}, the fastest" if fastest else "none"
+        return f"{than} of those that fit"
+
+    def alike(self, name: str) -> list[str]:
+        """Rows that the planner's could have been."""
+        return [n for n in self.ordered if n.startswith("shardc-") and _suffix(n) == name.removeprefix("planner")]
+
+    def limit_bytes(self, name: str) -> float:
+        """Of the memory that the planner may use."""
+        return self.rows[name].get("memory") or float("inf")
 
 
 def scaling(tables: Sequence[Table]) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""What one job of `wire.py` does, in a process of its own or in one process a rank: it trains, measures links, searches
-for a plan, or trains in one process to have losses to compare with.
+"""What one job of `wire.py` does, in a process of its own or in one process a rank: it trains, trains several rows in
+turns, measures links, searches for a plan, or trains in one process to have losses to compare with.
 
 A step is a forward and a backward of each micro-batch and the optimizer's update; steps follow each other without a
 barrier, so that what is put off to the next step is counted there. Python's garbage collector is off between them. Peak
@@ -54,6 +54,8 @@ PIECES = 8
 """forwards and backwards, of which the median counts"""
 BLOCKS = 4
 """of steps"""
+TURNS = 8
+"""of rows that take turns, each of as many steps as a block has"""
 
 Result = dict[str, Any]
 
@@ -73,7 +75,8 @@ def work(task: Task, out: Path) -> None:
 def _job(row: str) -> Callable[[Task], Result]:
     if row in ROWS:
         return measured
-    return {"calibrate": calibrated, "search": searched, "one-process": in_one_process}[row.split("/")[0]]
+    of_others = {"calibrate": calibrated, "search": searched, "one-process": in_one_process, "turns": in_turns}
+    return of_others[row.split("/")[0]]
 
 
 def piece_us() -> float:
@@ -192,18 +195,52 @@ def measured(task: Task) -> Result:
     dist.init_process_group("gloo")
     parameters = parameters_of(built(ROWS[task.row]))
     began = time.perf_counter()
-    system = ROWS[task.row].make(task)
-    loop = Loop(task, system)
-    for _ in range(task.warmup):
-        loop.step()
+    loop = warm(task)
+    system = loop.system
     result: Result = {"ready_s": time.perf_counter() - began, **timed(loop)}
     result["losses"] = mean(loop.losses[: task.warmup + task.steps])
     result |= {"peak_bytes": slowest([float(peak_bytes(loop))])[0], "shared_by": system.shared_by}
-    if task.piece_us:
-        result["pace"] = statistics.mean(result["pieces_us"]) / task.piece_us
+    result |= paced(task, result["pieces_us"])
     if system.plan and dist.get_rank() == 0:
         result |= foretold(task, system, parameters, result["pace"])
     return result
+
+
+def in_turns(task: Task) -> Result:
+    """Of several rows: what steps took, a few of one after a few of the other, and the other way round in every second
+    turn, so that a machine that gets slower does so for all of them."""
+    dist.init_process_group("gloo")
+    loops = [warm(Task(**each)) for each in task.turns]
+    steps_s: dict[str, list[float]] = defaultdict(list)
+    pieces_us = []
+    with no_gc():
+        for turn in range(TURNS):
+            pieces_us.append(piece_us())
+            for loop in loops if turn % 2 == 0 else reversed(loops):
+                steps_s[loop.task.row] += block(loop, max(1, task.steps // BLOCKS))["steps_s"]
+    return {"turns_s": steps_s, "pieces_us": pieces_us, **paced(task, pieces_us)}
+
+
+def paced(task: Task, pieces_us: list[float]) -> Result:
+    """How many times as long as while links were calibrated, if they were."""
+    return {"pace": statistics.mean(pieces_us) / task.piece_us} if task.piece_us else {}
+
+
+def warm(task: Task) -> Loop:
+    """Compiled, and behind its first steps."""
+    loop = Loop(task, ROWS[task.row].make(task))
+    for _ in range(task.warmup):
+        loop.step()
+    return loop
+
+
+def block(loop: Loop, steps: int) -> dict[str, list[float]]:
+    """What steps took, behind one that does not count."""
+    loop.step()
+    loop.begin()
+    for _ in range(steps):
+        loop.step()
+    return loop.took_s()
 
 
 def timed(loop: Loop) -> Result:
@@ -212,13 +249,9 @@ def timed(loop: Loop) -> Result:
     pieces_us = []
     with no_gc():
         before = sent_bytes()
-        for block in torch.arange(loop.task.steps).chunk(BLOCKS):
+        for steps in torch.arange(loop.task.steps).chunk(BLOCKS):
             pieces_us.append(piece_us())
-            loop.step()
-            loop.begin()
-            for _ in block:
-                loop.step()
-            for part, seconds in loop.took_s().items():
+            for part, seconds in block(loop, len(steps)).items():
                 taken[part] += seconds
         sent = sent_bytes() - before
         steps = loop.task.steps + len(pieces_us)
