@@ -178,9 +178,14 @@ class Table:
     def _in_turns(self, name: str) -> str:
         record = self.turns[name]
         median_s = {row: statistics.median(steps_s) for row, steps_s in record["turns_s"].items()}
-        found = (f"{row} {s:.3f} s ({off(self.rows[row].get('foretold_s'), s)})" for row, s in median_s.items())
+        at_pace_s = record.get("foretold_at_pace_s", {})
+        found = (
+            f"{row} {s:.3f} s ({off(self.rows[row].get('foretold_s'), s)}, {off(at_pace_s.get(row), s)})"
+            for row, s in median_s.items()
+        )
         against = self._against_rivals(name, median_s.__getitem__)
-        return f"- in turns (off; pace {number(record.get('pace'))}): {', '.join(found)}: {name} {against}"
+        about = f"(off, off at pace; pace {number(record.get('pace'))})"
+        return f"- in turns {about}: {', '.join(found)}: {name} {against}"
 
     def _against_rivals(self, name: str, step_s: Callable[[str], float]) -> str:
         limit_bytes = self.limit_bytes(name) * SAME_MEMORY

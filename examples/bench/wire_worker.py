@@ -218,7 +218,14 @@ def in_turns(task: Task) -> Result:
             pieces_us.append(piece_us())
             for loop in loops if turn % 2 == 0 else reversed(loops):
                 steps_s[loop.task.row] += block(loop, max(1, task.steps // BLOCKS))["steps_s"]
-    return {"turns_s": steps_s, "pieces_us": pieces_us, **paced(task, pieces_us)}
+    result: Result = {"turns_s": steps_s, "pieces_us": pieces_us, **paced(task, pieces_us)}
+    if task.piece_us and dist.get_rank() == 0:
+        result["foretold_at_pace_s"] = {
+            loop.task.row: predicted_s(planned(loop.system), task.micro_batches, result["pace"])[1]
+            for loop in loops
+            if loop.system.plan
+        }
+    return result
 
 
 def paced(task: Task, pieces_us: list[float]) -> Result:
@@ -313,22 +320,34 @@ def foretold(task: Task, system: System, parameters: dict[str, Any], pace: float
     once more, of the same graphs, at the pace of now.
     """
     assert system.plan
-    program = replace(shardc.programs(system.model)[0], made={}, orders=Orders())
-    prediction = predicted(replace(program, pace={}), task.micro_batches)
-    now = replace(program, plan=replace(system.plan, topology=at_pace(program.topology, pace)), pace={})
+    program = planned(system)
+    foretold_s, at_pace_s = predicted_s(program, task.micro_batches, pace)
     simulated = shardc.simulate(program, micro_batches=task.micro_batches)
     moved = step_bytes(system.plan, parameters, task.micro_batches, regathered=regathered(program))
     sent = crossing(moved, system.plan.topology)
     node_bytes = sum(sent[axis] for axis in sent if "node" in system.plan.topology.lanes(axis))
     return {
         "closed_bytes": node_bytes * task.processes,
-        "foretold_s": prediction.step_us / 1e6,
-        "foretold_at_pace_s": predicted(now, task.micro_batches).step_us / 1e6,
+        "foretold_s": foretold_s,
+        "foretold_at_pace_s": at_pace_s,
         "foretold_peak_bytes": simulated.peak_bytes,
         "bound_s": simulated.bound.us / 1e6,
         "bound_by": simulated.bound.by,
         "plan": str(system.plan),
     }
+
+
+def planned(system: System) -> Program:
+    """The first program, with no graphs yet."""
+    return replace(shardc.programs(system.model)[0], made={}, orders=Orders())
+
+
+def predicted_s(program: Program, micro_batches: int, pace: float) -> tuple[float, float]:
+    """Of a step: as the planner foretells it, and of the same graphs, where all compute takes so many times as long."""
+    unmeasured = replace(program, pace={})
+    now = replace(unmeasured, plan=replace(program.plan, topology=at_pace(program.topology, pace)))
+    before_s, now_s = (predicted(each, micro_batches).step_us / 1e6 for each in (unmeasured, now))
+    return before_s, now_s
 
 
 def at_pace(topology: shardc.Topology, pace: float) -> shardc.Topology:
