@@ -27,7 +27,7 @@ many times as long as while that measured all ranks took, between steps of the r
 communication: machines get slower and faster. off at pace: where all compute takes so many times as long. best
 baseline / step: how many times as fast as the fastest baseline of the same precision (of bf16 for int8 and int4), and
 as the fastest of those whose peak memory is not above the row's own (by 1%). losses off: the largest relative
-difference from one process."""
+difference from one process. in turns: once more, in one job, a few steps of one row after a few of the other."""
 SAME_MEMORY = 1.01
 """An allocator is looked at now and then, and is never twice at the same."""
 
