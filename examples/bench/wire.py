@@ -269,8 +269,9 @@ def run_turns(bench: Bench, task: Task) -> None:
         return
     best = table.best(task.row)
     names = [task.row, *table.alike(task.row), *([best] if best else [])]
-    tasks = (completed(bench, replace(task, row=name)) for name in names)
-    bench(replace(task, row=f"turns/{','.join(names)}", turns=[asdict(each) for each in tasks if each]))
+    if len(names) > 1:
+        tasks = (completed(bench, replace(task, row=name)) for name in names)
+        bench(replace(task, row=f"turns/{','.join(names)}", turns=[asdict(each) for each in tasks if each]))
 
 
 def table_of(bench: Bench, task: Task) -> Table:

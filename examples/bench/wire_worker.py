@@ -256,9 +256,9 @@ def timed(loop: Loop) -> Result:
     pieces_us = []
     with no_gc():
         before = sent_bytes()
-        for steps in torch.arange(loop.task.steps).chunk(BLOCKS):
+        for numbers in torch.arange(loop.task.steps).chunk(BLOCKS):
             pieces_us.append(piece_us())
-            for part, seconds in block(loop, len(steps)).items():
+            for part, seconds in block(loop, len(numbers)).items():
                 taken[part] += seconds
         sent = sent_bytes() - before
         steps = loop.task.steps + len(pieces_us)
