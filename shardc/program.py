@@ -67,6 +67,10 @@ class Variant:
     """gradients of calls before it lie there, so that less may be gathered ahead, where memory is limited"""
 
 
+Kept = dict[tuple[Variant, tuple[float, float]], fx.Graph]
+"""graphs that were made while windows were tried"""
+
+
 @dataclass(frozen=True)
 class Pace:
     """How long compute took, as measured."""
@@ -310,27 +314,42 @@ class Program:
         """Takes for each call the largest window with which no step, of however many micro-batches, needs more than a
         limit. Where there is none for steps of one, raises `Error` with what lives at the peak; where there is none for
         steps of more, calls that only these make will do so."""
-        steps = [self.step(n) for n in range(1, ALIKE + 1)]
-        while above := self._fitted(steps, limit_bytes):
+        steps, kept = [self.step(n) for n in range(1, ALIKE + 1)], Kept()
+        while above := self._fitted(steps, limit_bytes, kept):
             longest = steps.pop()
             if not steps:
                 above.check(limit_bytes)
             self.unfit |= dict.fromkeys(set(longest).difference(*steps), above)
 
-    def _fitted(self, steps: Sequence[Sequence[Variant]], limit_bytes: int) -> Footprint | None:
+    def _fitted(self, steps: Sequence[Sequence[Variant]], limit_bytes: int, kept: Kept) -> Footprint | None:
         """Sets windows, narrower ones for calls that are still above the limit. What the step needs that needs most,
-        where it is above. Calls are made in the order that this rank would offer."""
+        where it is above."""
         left = {variant for step in steps for variant in step}
         found: list[Footprint] = []
         self.windows.clear()
         for window in WINDOWS:
             self.windows |= dict.fromkeys(left, window)
-            own = replace(self, made={}, orders=self.orders.own())
+            own = self._alone(kept)
             found = [footprint(own, [(variant, own.graph(variant)) for variant in step]) for step in steps]
+            kept |= {(variant, self._windows(variant)): graph for variant, graph in own.made.items()}
             left = {v for step, it in zip(steps, found, strict=True) for v in it.above(limit_bytes, step)}
             if not left:
                 return None
         return max(found, key=lambda it: it.peak.bytes)
+
+    def _alone(self, kept: Kept) -> Program:
+        """This program in the orders that this rank would offer, with the graphs that were made for the same
+        windows."""
+        made = {variant: graph for (variant, windows), graph in kept.items() if windows == self._windows(variant)}
+        own = replace(self, made=made, orders=self.orders.own())
+        for variant, graph in made.items():
+            if variant == self._whole(variant):
+                own.orders.decide(self._shares(variant), collective_order(graph))
+        return own
+
+    def _windows(self, variant: Variant) -> tuple[float, float]:
+        """What the graph of a call depends on: its own window, and that of the call that its order is from."""
+        return self._window(variant), self._window(self._whole(variant))
 
     def after(self, stage: str) -> tuple[fx.Graph, ...]:
         """The graphs as they stood after a stage: one joint graph after `capture`, `decompose` and `insert`; forward

@@ -13,11 +13,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import shardc
 from passes import ops
 from passes.errors import Error
+from passes.order import Order
 from passes.parse import parse
 from shardc.footprint import ARENA, GATHERED, ROOMS, Footprint, Peak, footprint
 from shardc.links import Device, Link
@@ -289,16 +290,33 @@ def test_a_call_has_what_it_needs_though_another_has_to_do_with_less(plan: str) 
     assert simulate(program).step_us == timeline(plan).step_us
 
 
-def test_where_there_is_no_room_for_earlier_gradients_a_backward_says_so_and_no_forward() -> None:
-    """They may be zeroed between the two."""
-    below = timeline("zero3").peak_bytes
+def least_of_zero3() -> int:
+    """The lowest memory limit under which it can be trained."""
+    least = timeline("zero3").peak_bytes
     with suppress(Error):
         while True:
-            below = simulate(limited("zero3", below)).peak_bytes - 1
-    program = limited("zero3", below + 1)
+            least = simulate(limited("zero3", least - 1)).peak_bytes
+    return least
+
+
+def test_where_there_is_no_room_for_earlier_gradients_a_backward_says_so_and_no_forward() -> None:
+    """They may be zeroed between the two."""
+    program = limited("zero3", least_of_zero3())
     assert program.plain(again=True) is program.forward
     with pytest.raises(Error, match="A step needs"):
         program.variation(synced=True, accumulated={}, again=True)
+
+
+def test_while_less_and_less_is_gathered_ahead_no_graph_is_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, made, scheduled = least_of_zero3(), [], Program.scheduled
+
+    def noted(program: Program, graph: fx.Graph, variant: Variant, order: Order | None = None) -> fx.Graph:
+        made.append((variant, program.windows.get(variant), str(order)))
+        return scheduled(program, graph, variant, order)
+
+    monkeypatch.setattr(Program, "scheduled", noted)
+    assert limited("zero3", limit).unfit
+    assert len(made) == len({*made})
 
 
 @pytest.mark.parametrize("letters", ["IIG", "GIG"])
