@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import shardc
 from passes.wire import message_bytes
@@ -219,6 +220,16 @@ def test_passes_are_timed_behind_one_that_does_not_count_and_without_garbage_col
     assert runner.go_on().rounds_s == [0.25]
     assert passes == [(1, False), (int(trial.PASSES_S / 0.25), False)]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("make", [trial._model, trial._deep_model, trial._adapters])
+def test_no_number_of_a_trial_is_near_those_that_are_denormal(make: Callable[[], nn.Sequential]) -> None:
+    """With these some CPUs take many times as long, and trained models have none."""
+    values, model = torch.randn(1, trial.TOKENS, trial.DIM), make()
+    sizes = [(values := layer(values)).square().mean().sqrt() for layer in model]
+    values.backward()
+    sizes += [p.grad.square().mean().sqrt() for p in model.parameters() if p.grad is not None]
+    assert min(sizes) > 1e-9
 
 
 @pytest.mark.parametrize(("slower_fp32", "dtypes"), [(2.0, {None, torch.bfloat16}), (0.1, {None})])
