@@ -224,7 +224,7 @@ def test_passes_are_timed_behind_one_that_does_not_count_and_without_garbage_col
 
 @pytest.mark.parametrize("make", [trial._model, trial._deep_model, trial._adapters])
 def test_no_number_of_a_trial_is_near_those_that_are_denormal(make: Callable[[], nn.Sequential]) -> None:
-    """With these some CPUs take many times as long, and trained models have none."""
+    """With these some CPUs take many times as long."""
     values, model = torch.randn(1, trial.TOKENS, trial.DIM), make()
     sizes = [(values := layer(values)).square().mean().sqrt() for layer in model]
     values.backward()
