@@ -79,9 +79,9 @@ def _job(row: str) -> Callable[[Task], Result]:
     return of_others[row.split("/")[0]]
 
 
-def piece_us() -> float:
-    """Of a forward and backward of the model without communication, by all ranks at once, on their average."""
-    model, given = built(), batch(0, 0, 0)
+def piece_us(model: nn.Module) -> float:
+    """Of a forward and backward of a model without communication, by all ranks at once, on their average."""
+    given = batch(0, 0, 0)
 
     def taken_s() -> float:
         dist.barrier()
@@ -96,11 +96,11 @@ def piece_us() -> float:
 def calibrated(task: Task) -> Result:
     """With a piece of compute before it and before each other round of its trial, which goes on for minutes."""
     dist.init_process_group("gloo")
-    pieces_us = [piece_us()]
+    pieces_us = [piece_us(built())]
 
     def say(text: str) -> None:
         if "round" in text:
-            pieces_us.append(piece_us())
+            pieces_us.append(piece_us(built()))
 
     topology = shardc.calibrate(task.shape, progress=say)
     assert len(pieces_us) == ROUNDS
@@ -210,12 +210,13 @@ def in_turns(task: Task) -> Result:
     """Of several rows: what steps took, a few of one after a few of the other, and the other way round in every second
     turn, so that a machine that gets slower does so for all of them."""
     dist.init_process_group("gloo")
+    model = built()
     loops = [warm(Task(**each)) for each in task.turns]
     steps_s: dict[str, list[float]] = defaultdict(list)
     pieces_us = []
     with no_gc():
         for turn in range(TURNS):
-            pieces_us.append(piece_us())
+            pieces_us.append(piece_us(model))
             for loop in loops if turn % 2 == 0 else reversed(loops):
                 steps_s[loop.task.row] += block(loop, max(1, task.steps // BLOCKS))["steps_s"]
     result: Result = {"turns_s": steps_s, "pieces_us": pieces_us, **paced(task, pieces_us)}
@@ -257,12 +258,12 @@ def timed(loop: Loop) -> Result:
     with no_gc():
         before = sent_bytes()
         for numbers in torch.arange(loop.task.steps).chunk(BLOCKS):
-            pieces_us.append(piece_us())
+            pieces_us.append(piece_us(built()))
             for part, seconds in block(loop, len(numbers)).items():
                 taken[part] += seconds
         sent = sent_bytes() - before
         steps = loop.task.steps + len(pieces_us)
-        return {**taken, "sent_bytes": sent / steps, "pieces_us": [*pieces_us, piece_us()]}
+        return {**taken, "sent_bytes": sent / steps, "pieces_us": [*pieces_us, piece_us(built())]}
 
 
 def sent_bytes() -> int:
