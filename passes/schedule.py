@@ -34,10 +34,9 @@ the next stretch, or would be if that took a little longer (`MARGIN`), gets its 
 a reduce (which frees memory; not a long one right before a gather that compute would have to wait for), else the gather
 that is needed next, as long as what is gathered ahead fits a window of bytes. A gather is waited for right before the
 stretch that needs it, everything else at the first border where that surely costs nothing (`_is_over`), for compute may
-take less than it should, too; where no times are known, behind the first stretch that it went beside. Where the window
-is given, compute does not go on while more gradients than it holds wait for their reduces; nor where it is not, while
-those of `PILE` stretches do. Which of several gathers or reduces goes first is a rule; all `RULES` are tried, and the
-order that ends first is taken.
+take less than it should, too; where no times are known, behind the first stretch that it went beside. Compute does not
+go on while more gradients wait for their reduces than the window holds, and more than a pile of stretches makes. Which
+of several gathers or reduces goes first is a rule; all `RULES` are tried, and the order that ends first is taken.
 """
 
 from __future__ import annotations
@@ -60,21 +59,26 @@ MARGIN = 0.25
 LATER = 1.0
 """By so much of its time a reduce may take longer than it should before compute stands still for it."""
 PILE = 8
-"""Of so many stretches, those that make most, gradients may wait for their reduces: of two or three blocks."""
+"""stretches: those of two or three blocks"""
 
 
 def schedule(
-    graph: fx.Graph, us: Cost | None = None, window_bytes: int | None = None, lanes: LanesOf = axes_of
+    graph: fx.Graph,
+    us: Cost | None = None,
+    window_bytes: int | None = None,
+    pile: int = PILE,
+    lanes: LanesOf = axes_of,
 ) -> fx.Graph:
     """Edits the order in place. `us` is what each node takes; without it a stretch takes as long as four hops.
     `window_bytes` bounds what is gathered ahead of the stretch that needs it (default: what the four largest need).
-    `lanes` says what a hop over an axis holds while it runs."""
+    Gradients of `pile` stretches, of those that make most, may wait for their reduces. `lanes` says what a hop over an
+    axis holds while it runs."""
     constants = graph.find_nodes(op="get_attr")
     laid_out = lay_out(graph, lanes)
     best: list[fx.Node] = []
     best_us = inf
     for rules in _telling(laid_out[1]):
-        tried = Lanes(*laid_out, us, window_bytes, rules)
+        tried = Lanes(*laid_out, us, window_bytes, pile, rules)
         order = tried.order(best_us)
         if order is not None:
             best, best_us = order, tried.now_us
@@ -204,6 +208,7 @@ class Lanes:
         flights: Sequence[Flight],
         us: Cost | None,
         window_bytes: int | None,
+        pile: int,
         rules: Rules,
     ):
         self.rules, self.is_timed = rules, us is not None
@@ -215,7 +220,7 @@ class Lanes:
         self.window_bytes = needed_bytes(flights, 4) if window_bytes is None else window_bytes
         self.crowd_bytes = min(needed_bytes(flights, 2), self.window_bytes)
         """of gradients that may wait for gathers"""
-        self.pile = Pile(flights, self.window_bytes, PILE if window_bytes is None else 1)
+        self.pile = Pile(flights, self.window_bytes, pile)
         self.now_us, self.border = 0.0, 0
         self.lanes = _lanes(flights, self.us)
         self.grounded = sorted(flights, key=lambda f: f.due if f.climbs else f.ready)

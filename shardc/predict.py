@@ -24,7 +24,7 @@ from shardc.compile import paused_gc, planned
 from shardc.footprint import footprint
 from shardc.model import named, params_of
 from shardc.plan import Plan
-from shardc.program import ALIKE, WINDOWS, Program
+from shardc.program import ALIKE, ALLOWANCES, Allowance, Program
 from shardc.runner import Runner
 from shardc.simulate import calls_of, clocked
 from shardc.stacks import shortened, stacks
@@ -103,9 +103,9 @@ class Predictor:
             self.loads[plan] = loads = self._loads(programs)
             weighted = [(weight, replace(programs[depth], loads=loads)) for depth, weight in self._weights().items()]
             above = {*range(2 * ALIKE)}
-            for window in WINDOWS:
+            for allowed in ALLOWANCES:
                 for _, program in weighted:
-                    _narrow(program, micro_batches, above, window)
+                    _narrow(program, micro_batches, above, allowed)
                 prediction = line_through([(w, predicted(it, micro_batches, optimizer_states)) for w, it in weighted])
                 above = {call for call, size in prediction.calls_bytes.items() if size > (memory_bytes or inf)}
                 if not above:
@@ -166,11 +166,11 @@ def _busy_us(program: Program, half: str) -> dict[str, float]:
     return busy_us(program.times_us(program.draft(variant), half), program.topology)
 
 
-def _narrow(program: Program, micro_batches: int, calls: Collection[int], window: float) -> None:
-    """Another window for some calls of a step, by their place in it, and of a step of one micro-batch, whose orders the
-    others keep to."""
+def _narrow(program: Program, micro_batches: int, calls: Collection[int], allowed: Allowance) -> None:
+    """Another allowance for some calls of a step, by their place in it, and of a step of one micro-batch, whose orders
+    the others keep to."""
     for step in (program.step(), program.step(min(micro_batches, ALIKE))):
-        program.windows |= {call: window for i, call in enumerate(step) if i in calls}
+        program.allowances |= {call: allowed for i, call in enumerate(step) if i in calls}
     program.made, program.orders = {}, Orders()
 
 

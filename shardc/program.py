@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import fx
 
@@ -31,7 +32,7 @@ from passes.order import Order, Orders, align, collective_order
 from passes.refresh import refresh
 from passes.regions import Region, regions
 from passes.relay import relay
-from passes.schedule import default_window, schedule
+from passes.schedule import PILE, default_window, schedule
 from passes.sync import sync
 from passes.text import to_text
 from passes.verify import verify
@@ -42,8 +43,19 @@ from shardc.runner import Runner
 from shardc.times import Merging, Times, busy_us, flat_pays, load_of, pieces_of, times_us
 from shardc.topology import Topology
 
-WINDOWS = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Of what the schedule would like to gather ahead, what it may, until memory suffices."""
+
+class Allowance(NamedTuple):
+    """What the schedule of a call may hold that compute does not need yet, or no more."""
+
+    window: float
+    """of what it would like to gather ahead"""
+    pile: int
+    """stretches whose gradients may wait for their reduces"""
+
+
+ALLOWANCES = [Allowance(*it) for it in ((1.0, PILE), (1.0, 3), (0.5, 2), (0.25, 2), (0.5, 1), (0.25, 1), (0.0, 1))]
+"""Until memory suffices. That gradients may not wait costs more time than to gather less ahead: what is gathered is
+halved twice while those of two stretches may."""
 ALIKE = 3
 """Micro-batches of a step that stand for any number: the first, the last, and one for all between."""
 
@@ -67,8 +79,8 @@ class Variant:
     """gradients of calls before it lie there, so that less may be gathered ahead, where memory is limited"""
 
 
-Kept = dict[tuple[Variant, tuple[float, float]], fx.Graph]
-"""graphs that were made while windows were tried"""
+Kept = dict[tuple[Variant, tuple[Allowance, Allowance]], fx.Graph]
+"""graphs that were made while memory was looked at"""
 
 
 @dataclass(frozen=True)
@@ -100,8 +112,8 @@ class Program:
     library: str = ""
     """what moves bytes, where that is known ("gloo")"""
     made: dict[Variant, fx.Graph] = field(default_factory=dict)
-    windows: dict[Variant, float] = field(default_factory=dict)
-    """of what the schedule of a call would like to gather ahead, the part that it may, where memory is limited"""
+    allowances: dict[Variant, Allowance] = field(default_factory=dict)
+    """of calls, where memory is limited"""
     unfit: dict[Variant, Footprint] = field(default_factory=dict)
     """calls that need more memory than there is, of steps of several micro-batches"""
     pace: dict[str, Pace] = field(default_factory=dict)
@@ -194,7 +206,7 @@ class Program:
         if variant in self.unfit:
             self.unfit[variant].check(self.plan.memory_limit or 0)
         first = replace(variant, again=False)
-        if self._window(first) == self._window(variant):
+        if self._allowance(first) == self._allowance(variant):
             variant = first
         if variant not in self.made:
             graph = self._finish(variant)
@@ -277,18 +289,19 @@ class Program:
 
     def scheduled(self, graph: fx.Graph, variant: Variant, order: Order | None = None) -> fx.Graph:
         """A draft in buckets (those of an order, or its own) and in its own order. Edits in place."""
-        half, window = variant.half, self._window(variant)
+        half, allowed = variant.half, self._allowance(variant)
         graph = self.run("bucket", self._bucketed, graph, half, order)
         graph = self.run("chunk", self._chunked, graph, order)
         graph = self.run("relay", relay, graph)
         us = self.times_us(graph, half).__getitem__ if self.topology.links else None
-        window_bytes = None if window == 1.0 else int(window * default_window(graph))
-        graph = self.run("schedule", schedule, graph, us, window_bytes, self.topology.lanes)
-        return graph if window < 1.0 else self.run("hoist", hoist, graph, self.topology.lanes)
+        window_bytes = None if allowed.window == 1.0 else int(allowed.window * default_window(graph))
+        graph = self.run("schedule", schedule, graph, us, window_bytes, allowed.pile, self.topology.lanes)
+        return graph if allowed.window < 1.0 else self.run("hoist", hoist, graph, self.topology.lanes)
 
-    def _window(self, variant: Variant) -> float:
-        alike = [window for other, window in self.windows.items() if other.half == variant.half]
-        return self.windows.get(variant, min(alike, default=1.0))
+    def _allowance(self, variant: Variant) -> Allowance:
+        """That of a call that was not asked about when memory was: the smallest of those alike."""
+        alike = [allowed for other, allowed in self.allowances.items() if other.half == variant.half]
+        return self.allowances.get(variant, max(alike, key=ALLOWANCES.index, default=ALLOWANCES[0]))
 
     def _bucketed(self, graph: fx.Graph, half: str, order: Order | None = None) -> fx.Graph:
         if not self.topology.links:
@@ -311,7 +324,7 @@ class Program:
                 self.graph(whole)
 
     def fit(self, limit_bytes: int) -> None:
-        """Takes for each call the largest window with which no step, of however many micro-batches, needs more than a
+        """Gives each call the largest allowance with which no step, of however many micro-batches, needs more than a
         limit. Where there is none for steps of one, raises `Error` with what lives at the peak; where there is none for
         steps of more, calls that only these make will do so."""
         steps, kept = [self.step(n) for n in range(1, ALIKE + 1)], Kept()
@@ -322,34 +335,33 @@ class Program:
             self.unfit |= dict.fromkeys(set(longest).difference(*steps), above)
 
     def _fitted(self, steps: Sequence[Sequence[Variant]], limit_bytes: int, kept: Kept) -> Footprint | None:
-        """Sets windows, narrower ones for calls that are still above the limit. What the step needs that needs most,
-        where it is above."""
+        """Gives calls allowances, smaller ones to those that are still above the limit. What the step needs that needs
+        most, where it is above."""
         left = {variant for step in steps for variant in step}
         found: list[Footprint] = []
-        self.windows.clear()
-        for window in WINDOWS:
-            self.windows |= dict.fromkeys(left, window)
+        self.allowances.clear()
+        for allowed in ALLOWANCES:
+            self.allowances |= dict.fromkeys(left, allowed)
             own = self._alone(kept)
             found = [footprint(own, [(variant, own.graph(variant)) for variant in step]) for step in steps]
-            kept |= {(variant, self._windows(variant)): graph for variant, graph in own.made.items()}
+            kept |= {(variant, self._allowances(variant)): graph for variant, graph in own.made.items()}
             left = {v for step, it in zip(steps, found, strict=True) for v in it.above(limit_bytes, step)}
             if not left:
                 return None
         return max(found, key=lambda it: it.peak.bytes)
 
     def _alone(self, kept: Kept) -> Program:
-        """This program in the orders that this rank would offer, with the graphs that were made for the same
-        windows."""
-        made = {variant: graph for (variant, windows), graph in kept.items() if windows == self._windows(variant)}
+        """This program in the orders that this rank would offer, with graphs that were made for the same allowances."""
+        made = {variant: graph for (variant, both), graph in kept.items() if both == self._allowances(variant)}
         own = replace(self, made=made, orders=self.orders.own())
         for variant, graph in made.items():
             if variant == self._whole(variant):
                 own.orders.decide(self._shares(variant), collective_order(graph))
         return own
 
-    def _windows(self, variant: Variant) -> tuple[float, float]:
-        """What the graph of a call depends on: its own window, and that of the call that its order is from."""
-        return self._window(variant), self._window(self._whole(variant))
+    def _allowances(self, variant: Variant) -> tuple[Allowance, Allowance]:
+        """What the graph of a call depends on: its own allowance, and that of the call that its order is from."""
+        return self._allowance(variant), self._allowance(self._whole(variant))
 
     def after(self, stage: str) -> tuple[fx.Graph, ...]:
         """The graphs as they stood after a stage: one joint graph after `capture`, `decompose` and `insert`; forward

@@ -11,7 +11,7 @@ import shardc
 from passes import ops
 from passes.hoist import hoist
 from passes.parse import parse
-from shardc.program import Program
+from shardc.program import ALLOWANCES, Program
 from shardc.simulate import Clock
 from test_simulate import PLANS, TOPOLOGY, Deep
 
@@ -95,6 +95,6 @@ def test_where_memory_is_short_reduces_stay_where_the_schedule_puts_them(monkeyp
     monkeypatch.setattr("shardc.program.hoist", lambda graph, lanes: calls.append(graph) or graph)
     program.scheduled(program.draft(backward), backward)
     assert len(calls) == 1
-    program.windows[backward] = 0.5
+    program.allowances[backward] = ALLOWANCES[-1]
     program.scheduled(program.draft(backward), backward)
     assert len(calls) == 1

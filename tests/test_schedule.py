@@ -288,10 +288,16 @@ def test_gradients_wait_for_their_lane_while_compute_goes_on() -> None:
     assert events(schedule(parse(SLOW_REDUCES), takes(g=1, r=10))) == "g2 r2 g1 g0 r1 r0 s2 s1 s0"
 
 
-def test_compute_waits_where_more_gradients_would_wait_than_the_window_holds() -> None:
-    found = events(schedule(parse(SLOW_REDUCES), takes(g=1, r=10), window_bytes=2 * FULL_BYTES))
+@pytest.mark.parametrize(("window_bytes", "pile"), [(2 * FULL_BYTES, 1), (0, 2)])
+def test_compute_waits_where_more_gradients_would_wait_than_the_window_or_the_pile_holds(
+    window_bytes: int, pile: int
+) -> None:
+    found = events(schedule(parse(SLOW_REDUCES), takes(g=1, r=10), window_bytes=window_bytes, pile=pile))
     assert found == "g2 r2 g1 s2 r1 g0 r0 s1 s0"
-    found = events(schedule(parse(SLOW_REDUCES), takes(g=1, r=10), window_bytes=0))
+
+
+def test_compute_waits_for_each_reduce_where_one_gradient_may_wait_and_nothing_is_gathered_ahead() -> None:
+    found = events(schedule(parse(SLOW_REDUCES), takes(g=1, r=10), window_bytes=0, pile=1))
     assert found == "g2 r2 s2 g1 r1 s1 g0 r0 s0"
 
 
@@ -311,12 +317,12 @@ def test_without_a_window_no_more_gradients_wait_than_eight_stretches_make() -> 
 
 def test_gradients_are_there_until_their_last_hop_has_come() -> None:
     text = SLOW_REDUCES.replace("s2 = wait(r2)", "q2 = reduce_scatter(r2, 'node', 2, params=['w2'])\n    s2 = wait(q2)")
-    found = events(schedule(parse(text), takes(g=4, r=1, q=100), window_bytes=2 * FULL_BYTES))
+    found = events(schedule(parse(text), takes(g=4, r=1, q=100), window_bytes=2 * FULL_BYTES, pile=1))
     assert found == "g2 r2 q2 g1 r1 s1 g0 r0 s0 s2"
 
 
 def test_a_reduce_goes_before_a_gather_that_has_time() -> None:
-    found = events(schedule(parse(BACKWARD), takes(g=4, r=1, a=1), window_bytes=0))
+    found = events(schedule(parse(BACKWARD), takes(g=4, r=1, a=1), window_bytes=0, pile=1))
     assert found == "g2 r2 s2 g1 r1 a s1 f g0 r0 s0"
 
 

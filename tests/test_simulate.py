@@ -22,7 +22,7 @@ from passes.order import Order
 from passes.parse import parse
 from shardc.footprint import ARENA, GATHERED, ROOMS, Footprint, Peak, footprint
 from shardc.links import Device, Link
-from shardc.program import Program, Variant
+from shardc.program import ALLOWANCES, Program, Variant
 from shardc.simulate import Clock, simulate
 from shardc.timeline import COMPUTE, Timeline, duration, label, size
 
@@ -260,13 +260,13 @@ def limited(plan: str, limit: int | str) -> Program:
 
 
 def test_with_room_to_spare_a_limit_changes_nothing() -> None:
-    assert set(limited("zero3", "1GB").windows.values()) == {1.0}
+    assert set(limited("zero3", "1GB").allowances.values()) == {ALLOWANCES[0]}
 
 
 def test_less_is_gathered_ahead_to_stay_below_a_limit() -> None:
     free = timeline("zero3").peak_bytes
     program = limited("zero3", free - 1)
-    assert min(program.windows.values()) < 1.0
+    assert {*program.allowances.values()} != {ALLOWANCES[0]}
     assert simulate(program).peak_bytes < free
 
 
@@ -285,8 +285,8 @@ def test_a_call_has_what_it_needs_though_another_has_to_do_with_less(plan: str) 
     alone, several = timeline(plan).peak_bytes, timeline(plan, 2).peak_bytes
     program = limited(plan, (alone + several) // 2)
     first, others = program.step(1), {*program.step(3)} - {*program.step(1)}
-    assert {program.windows[variant] for variant in first} == {1.0}
-    assert min(program.windows[variant] for variant in others) < 1.0
+    assert {program.allowances[variant] for variant in first} == {ALLOWANCES[0]}
+    assert {program.allowances[variant] for variant in others} != {ALLOWANCES[0]}
     assert simulate(program).step_us == timeline(plan).step_us
 
 
@@ -311,7 +311,7 @@ def test_while_less_and_less_is_gathered_ahead_no_graph_is_made_twice(monkeypatc
     limit, made, scheduled = least_of_zero3(), [], Program.scheduled
 
     def noted(program: Program, graph: fx.Graph, variant: Variant, order: Order | None = None) -> fx.Graph:
-        made.append((variant, program.windows.get(variant), str(order)))
+        made.append((variant, program.allowances.get(variant), str(order)))
         return scheduled(program, graph, variant, order)
 
     monkeypatch.setattr(Program, "scheduled", noted)
