@@ -59,7 +59,7 @@ MARGIN = 0.25
 LATER = 1.0
 """By so much of its time a reduce may take longer than it should before compute stands still for it."""
 PILE = 8
-"""stretches: those of two or three blocks"""
+"""Stretches whose gradients may wait for their reduces: those of two or three blocks."""
 
 
 def schedule(

@@ -88,7 +88,7 @@ def clocked(program: Program, graph: fx.Graph, half: str) -> tuple[dict[str, dic
     return lanes, clock.now_us
 
 
-def test_where_memory_is_short_reduces_stay_where_the_schedule_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_less_is_gathered_ahead_reduces_stay_where_they_are_put(monkeypatch: pytest.MonkeyPatch) -> None:
     program = shardc.trace(Deep(), PLANS["ddp"], torch.empty(64, 64), keep=False)
     backward = program.step()[-1]
     calls: list[fx.Graph] = []

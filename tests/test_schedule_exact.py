@@ -156,7 +156,7 @@ def test_under_every_window_each_hop_starts_once_and_nothing_before_its_inputs(w
         it = problem(seed)
         graph = relay(parse(it.text))
         hops = sorted(node.name for node in ops.hops(graph))
-        schedule(graph, lambda node, it=it: it.us.get(node.name, 0.0), window_bytes)
+        schedule(graph, lambda node, it=it: it.us.get(node.name, 0.0), window_bytes, pile=1)
         graph.lint()
         assert sorted(node.name for node in ops.hops(graph)) == hops
 

@@ -266,8 +266,17 @@ def test_with_room_to_spare_a_limit_changes_nothing() -> None:
 def test_less_is_gathered_ahead_to_stay_below_a_limit() -> None:
     free = timeline("zero3").peak_bytes
     program = limited("zero3", free - 1)
-    assert {*program.allowances.values()} != {ALLOWANCES[0]}
+    assert min(allowed.window for allowed in program.allowances.values()) < 1.0
     assert simulate(program).peak_bytes < free
+
+
+def test_compute_does_not_stand_still_for_each_reduce_as_soon_as_there_is_a_limit() -> None:
+    batch = torch.empty(64, 64)
+    free = simulate(shardc.trace(Deep(), PLANS["ddp"], batch, keep=False))
+    plan = replace(PLANS["ddp"], memory_limit=free.peak_bytes - 1)
+    tight = simulate(shardc.trace(Deep(), plan, batch, keep=False))
+    assert tight.peak_bytes < free.peak_bytes
+    assert tight.step_us == free.step_us
 
 
 def test_of_calls_that_need_too_much_the_one_has_to_do_with_less_whose_arena_they_keep() -> None:
@@ -286,7 +295,7 @@ def test_a_call_has_what_it_needs_though_another_has_to_do_with_less(plan: str) 
     program = limited(plan, (alone + several) // 2)
     first, others = program.step(1), {*program.step(3)} - {*program.step(1)}
     assert {program.allowances[variant] for variant in first} == {ALLOWANCES[0]}
-    assert {program.allowances[variant] for variant in others} != {ALLOWANCES[0]}
+    assert min(program.allowances[variant].window for variant in others) < 1.0
     assert simulate(program).step_us == timeline(plan).step_us
 
 
