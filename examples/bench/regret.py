@@ -111,9 +111,12 @@ def step_s(model: Any, optimizer: Any, inputs: Any, micro_batches: int) -> float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configurations", type=int, default=20)
-    parser.add_argument("--first", type=int, default=0, help="of them; for a run in parts")
+    parser.add_argument("--configurations", type=int, default=20, help="up to this one, of 20")
+    parser.add_argument("--first", type=int, default=0, help="from behind this one on; for a run in parts")
     options = parser.parse_args()
+    cases = list(product(RATIOS, MESHES, ROOM, BATCHES))[options.first : options.configurations]
+    if not cases:
+        parser.error(f"no configuration lies between {options.first} and {options.configurations}")
     device, launch = fitted_device(), launched_us()
     print(
         f"torch {torch.__version__}, cpu, {CONFIG}, {ROWS} rows; {device.efficiency:.2f} of {device.tflops} TFLOP/s, "
@@ -125,7 +128,6 @@ def main() -> None:
     base = shardc.Plan.zero3(shardc.Topology(node=2, gpu=4).with_links(device, **links))
     predictor = Predictor(made(), base, *batch())
     regrets = []
-    cases = list(product(RATIOS, MESHES, ROOM, BATCHES))[options.first : options.configurations]
     for ratio, mesh, room, micro_batches in cases:
         regrets.append(compare(device, launch, mesh, ratio, room, micro_batches, predictor))
     print(f"\nworst {max(regrets):.1%}, median {statistics.median(regrets):.1%}")
