@@ -111,12 +111,12 @@ def step_s(model: Any, optimizer: Any, inputs: Any, micro_batches: int) -> float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configurations", type=int, default=20, help="up to this one, of 20")
-    parser.add_argument("--first", type=int, default=0, help="from behind this one on; for a run in parts")
+    parser.add_argument("--configurations", type=int, default=20, help="the first so many of 20")
+    parser.add_argument("--first", type=int, default=0, help="but not the first so many of these; for a run in parts")
     options = parser.parse_args()
     cases = list(product(RATIOS, MESHES, ROOM, BATCHES))[options.first : options.configurations]
     if not cases:
-        parser.error(f"no configuration lies between {options.first} and {options.configurations}")
+        parser.error(f"--first {options.first} leaves out all of --configurations {options.configurations}")
     device, launch = fitted_device(), launched_us()
     print(
         f"torch {torch.__version__}, cpu, {CONFIG}, {ROWS} rows; {device.efficiency:.2f} of {device.tflops} TFLOP/s, "
