@@ -7,7 +7,7 @@ One weight is gathered, and nothing else is done meanwhile: as one flat collecti
 chain in pieces (`passes/chunk.py`). Emulated links (`shardc.emulate`) have the proportions of hosts with NVLink and
 100 Gb/s, slowed down so that moving memory on this device does not count; real hosts (`hosts.py`) have two ranks each,
 and their links are measured first, each by itself: what `calibrate` tries beyond that is how links and compute share
-cores, and nothing is computed here. Bandwidth is bytes of the full value a second, as the slowest rank has it; medians.
+cores, and nothing is computed here. Bandwidth: bytes of the full value a second, as the slowest rank sees it; medians.
 Reported in the paper: +36.5% over the flat ring.
 """
 
