@@ -6,6 +6,7 @@ import gc
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -56,6 +57,7 @@ def test_a_group_of_one_rank_takes_no_time() -> None:
 
 def measured(path: str) -> str:
     trial.RUNS, trial.DIM, trial.VOCAB, trial.PASSES_S = trial.RUNS[:1], 64, 256, 0.1
+    gauge.TURN = 0.05
     slowest, shift = trial._slowest, 1.0 + 0.01 * int(os.environ["RANK"])  # as if their arithmetic was not the same
     trial._slowest = lambda seconds: shift * slowest(seconds)
     found = shardc.calibrate(shardc.Topology(node=2, gpu=2), sizes=[1 << 12, 1 << 16, 1 << 20], out=path)
@@ -111,6 +113,16 @@ def test_a_slow_second_is_not_all_that_one_of_some_measured_has(monkeypatch: pyt
 
     monkeypatch.setattr(gauge, "_average_us", average_us)
     assert gauge.in_turns_us([lambda: 10.0, lambda: 20.0], torch.device("cpu")) == [10.0, 20.0]
+
+
+def test_a_size_that_was_slow_while_others_were_not_counts_as_it_was_the_other_time() -> None:
+    table, other = (((10, 5.0), (20, 13.0)), ((10, 6.0), (20, 11.0)))
+    once = Device("cpu", 0.1, 8.0, 16.0, slower_fp32=2.0, tables={"products32": table}, launch_us=3.0)
+    again = replace(once, tflops=0.08, slower_fp32=1.0, memory_gb_per_s=12.0, tables={"products32": other})
+    found = gauge.faster(once, again)
+    assert found.tables == {"products32": ((10, 5.0), (20, 11.0))}
+    assert (found.tflops, found.slower_fp32, found.memory_gb_per_s) == (0.1, 0.1 / 0.08, 12.0)
+    assert found.launch_us == once.launch_us
 
 
 def test_quantizing_is_measured_without_its_calls_and_without_what_it_reads_and_writes(
@@ -195,7 +207,7 @@ def test_runs_are_timed_in_turns_so_that_a_slow_minute_is_in_all_of_them(monkeyp
     fakes = {"_alone": runner, "_trained": runner, "_passes": runner, "_slowest": float}
     fakes |= {"programs": lambda model: [None]}
     fakes |= {"of_rank_0": lambda found: found, "_foretold_s": lambda *of_run: 1.0, "_rows": lambda *of_run: 1}
-    fakes |= {"pinned": lambda topology, runs: topology, "refitted": lambda *of_fit: known}
+    fakes |= {"gauged": lambda cpu: device, "pinned": lambda found, runs: found, "refitted": lambda *of_fit: known}
     for name, fake in fakes.items():
         monkeypatch.setattr(trial, name, fake)
     assert trial.tried(known) == known
