@@ -3,7 +3,8 @@
 A value for ranks that are near lies in a room until they have read it (`shardc.near`), and what such ranks gather is in
 an arena until none of them needs it (`shardc.arena`). They may be behind: as far as the next wait, in this call or one
 that follows, for a hop that they have yet to start, for no rank comes past that. Rooms and arenas keep their memory for
-what comes next. Of what comes from other hosts to be summed there is a piece of each rank (`shardc.messages`).
+what comes next. Of what comes from other hosts to be summed there is a piece of each rank (`shardc.messages`), and
+Gloo's all-reduces have scratch of their own.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from shardc.times import arrives_in_arena
 
 if TYPE_CHECKING:
     from shardc.topology import Topology
+
+AT_ONCE = 2
+"""threads of a group of Gloo's, each with one collective"""
+SEGMENT = 1 << 20
+"""bytes at most that an all-reduce of Gloo's sends at once"""
 
 
 class Flights:
@@ -76,10 +82,22 @@ def rooms_bytes(graphs: Sequence[fx.Graph], shared: Topology) -> int:
         if size_bytes:
             known = rooms[axis]
             fitting = (i for i, (size, _) in enumerate(known) if size_bytes <= size <= WASTE * pages(size_bytes))
-            at = next((i for i in fitting if known[i][1] < begin), len(known))
+            free = (i for i in fitting if known[i][1] < begin)
+            at = min(free, key=lambda i: known[i][0], default=len(known))
             room_bytes = known[at][0] if at < len(known) else pages(size_bytes)
             known[at : at + 1] = [(room_bytes, flights.until_others(end, axis))]
     return sum(size for known in rooms.values() for size, _ in known)
+
+
+def scratch_bytes(graphs: Sequence[fx.Graph]) -> int:
+    """Of Gloo's own, for all-reduces: each receives into two segments, and along an axis so many go on at once."""
+    segments: dict[str, list[int]] = defaultdict(list)
+    for graph in graphs:
+        for start in ops.hops(graph):
+            hop = ops.hop(start)
+            if hop.kind == "all_reduce":
+                segments[hop.axis].append(min(SEGMENT, -(-value_of(start).nbytes // (2 * hop.size))))
+    return sum(2 * sum(sorted(sizes)[-AT_ONCE:]) for sizes in segments.values())
 
 
 def _sent_bytes(start: fx.Node, shared: Topology) -> int:

@@ -57,6 +57,10 @@ BY_MESSAGES = ("gloo",)
 """Libraries on which hops take memory beside their values (`shardc.beside`)."""
 
 
+SCATTERS = ("index_put", "index_add", "scatter_add", "scatter_reduce", "embedding_dense_backward")
+"""In the names of ops."""
+
+
 @dataclass(frozen=True)
 class Peak:
     """The moment of most bytes."""
@@ -115,8 +119,9 @@ def footprint(program: Program, calls: Sequence[tuple[Variant, fx.Graph]], optim
     copies_bytes = gradient_bytes = 0
     residuals_bytes = _residuals_bytes(program)
     shared = program.topology if program.library in BY_MESSAGES else None
-    rooms = beside.rooms_bytes([graph for _, graph in calls], shared) if shared else 0
-    reached = beside.arena_bytes([graph for _, graph in calls], shared) if shared else []
+    graphs = [graph for _, graph in calls]
+    rooms = beside.rooms_bytes(graphs, shared) + beside.scratch_bytes(graphs) if shared else 0
+    reached = beside.arena_bytes(graphs, shared) if shared else []
     found.arenas = [by_axis.total() for by_axis in reached]
     arena = reduce(or_, reached, Counter()).total()  # along each axis the farthest
     saved = _Saved()
@@ -259,8 +264,13 @@ def _inputs_bytes(program: Program) -> int:
 def _is_made(life: Life) -> bool:
     """Not an input, and not a value that a compiler computes within the one op that uses it."""
     users = {user for node in life.values for user in node.users if user not in life.values}
-    inside = len(users) == 1 and all(is_fused(node) for node in (life.node, *users))
+    inside = len(users) == 1 and all(is_fused(node) for node in (life.node, *users)) and not _scatters(life.node)
     return life.node.op == "call_function" and not inside
+
+
+def _scatters(node: fx.Node) -> bool:
+    """Adds to where other values say, as the gradient of an embedding: all of it is there before any of it is read."""
+    return any(name in str(node.target) for name in SCATTERS)
 
 
 def _bytes_of(living: Iterable[Life], nodes: Iterable[object]) -> int:

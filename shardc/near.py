@@ -36,8 +36,10 @@ TAG = 0x5AD + 1
 LETTER = struct.Struct("qq")
 """Which room of the sender, and how many values it has had in it; or `IN_ARENA`, and where."""
 IN_ARENA = -1
-WASTE = 2
-"""A room is as large as what it holds, or up to so many times as large."""
+WASTE = 1.25
+"""A room is as large as what it holds, or up to so many times as large, and the smallest that is free. With twice,
+small values lay in large rooms while others had yet to read those of their size, and in time ranks had up to twice as
+many large ones as they needed."""
 
 
 class Room:
@@ -165,7 +167,7 @@ class Near:
 
     def _put(self, x: torch.Tensor, readers: Sequence[int]) -> None:
         fitting = (i for i, room in enumerate(self.rooms) if _fits(room, x, readers))
-        index = next(fitting, len(self.rooms))
+        index = min(fitting, key=lambda i: self.rooms[i].bytes, default=len(self.rooms))
         fd = self._more(x.nbytes, readers) if index == len(self.rooms) else None
         room = self.rooms[index]
         room.put(x)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from passes.parse import parse
-from shardc.arena import pages
-from shardc.beside import Flights, arena_bytes, in_arena, received, rooms_bytes
+from shardc.beside import SEGMENT, Flights, arena_bytes, in_arena, received, rooms_bytes, scratch_bytes
 from shardc.links import Device, Link
 from shardc.topology import Topology
 
@@ -103,11 +102,54 @@ def test_an_arena_reaches_past_gaps_that_are_too_small() -> None:
 
 def test_a_room_is_used_again_when_others_must_have_read_it() -> None:
     graph = parse(REDUCTIONS.replace("AXIS", "gpu"))
-    sent = WHOLE // 2  # to the one other rank
-    assert rooms_bytes([graph], HOSTS) == 2 * sent  # the second is sent when the first may not have been read
-    assert rooms_bytes([graph, graph], HOSTS) == 2 * sent
-    small = parse(REDUCTIONS.replace("AXIS", "gpu").replace("v: f32[64", "v: f32[8").replace("b: f32[32", "b: f32[4"))
-    assert rooms_bytes([small], HOSTS) == 2 * sent + pages(sent // 8)  # c is where a was, when the next a comes
+    sent = WHOLE // 2  # to the one other rank; of w half as much, which has a room of its own
+    assert rooms_bytes([graph], HOSTS) == 2 * sent + sent // 2  # b is sent when a may not have been read
+    assert rooms_bytes([graph, graph], HOSTS) == 2 * sent + sent // 2
+    like = REDUCTIONS.replace("AXIS", "gpu").replace("w: f32[32", "w: f32[64").replace("c: f32[16", "c: f32[32")
+    assert rooms_bytes([parse(like.replace("f: f32[16", "f: f32[32"))], HOSTS) == 2 * sent  # c is where a was
+
+
+IN_TURN = """\
+def backward(u: f32[64, 1024], v: f32[56, 1024], w: f32[8, 1024]):
+    a: f32[32, 1024] = reduce_scatter(u, 'gpu', 2, purpose='reduce', params=['a'])
+    b: f32[32, 1024] = wait(a)
+    c: f32[28, 1024] = reduce_scatter(v, 'gpu', 2, purpose='reduce', params=['c'])
+    d: f32[28, 1024] = wait(c)
+    e: f32[4, 1024] = reduce_scatter(w, 'gpu', 2, purpose='reduce', params=['e'])
+    f: f32[4, 1024] = wait(e)
+    g: f32[28, 1024] = reduce_scatter(v, 'gpu', 2, purpose='reduce', params=['g'])
+    h: f32[32, 1024] = reduce_scatter(u, 'gpu', 2, purpose='reduce', params=['h'])
+    i: f32[28, 1024] = wait(g)
+    j: f32[32, 1024] = wait(h)
+    k: f32[4, 1024] = reduce_scatter(w, 'gpu', 2, purpose='reduce', params=['k'])
+    l: f32[4, 1024] = wait(k)
+    return [b, d, f, i, j, l]
+"""
+
+
+def test_a_value_lies_in_the_smallest_room_that_is_free() -> None:
+    """g where c was, though a's would do: h needs that."""
+    assert rooms_bytes([parse(IN_TURN)], HOSTS) == (32 + 28 + 4) * 1024 * 4
+
+
+ALL_REDUCES = """\
+def backward(u: f32[64, 1024], v: f32[1024, 1024], w: f32[1024, 1024]):
+    a: f32[64, 1024] = all_reduce(u, 'node', 2, purpose='reduce', params=['u'])
+    b: f32[1024, 1024] = all_reduce(v, 'node', 2, purpose='reduce', params=['v'])
+    c: f32[1024, 1024] = all_reduce(w, 'AXIS', 2, purpose='reduce', params=['w'])
+    d: f32[64, 1024] = wait(a)
+    e: f32[1024, 1024] = wait(b)
+    f: f32[1024, 1024] = wait(c)
+    return [d, e, f]
+"""
+
+
+def test_all_reduces_have_scratch_for_two_segments_of_each_of_two_along_an_axis() -> None:
+    one = parse(ALL_REDUCES.replace("AXIS", "node"))
+    assert scratch_bytes([one]) == scratch_bytes([one, one]) == 2 * 2 * SEGMENT
+    two = parse(ALL_REDUCES.replace("AXIS", "gpu"))
+    assert scratch_bytes([two]) == 2 * (SEGMENT + WHOLE // 4) + 2 * SEGMENT
+    assert scratch_bytes([parse(GATHERS)]) == 0
 
 
 def test_what_comes_from_other_hosts_to_be_summed_is_there_from_start_to_wait() -> None:

@@ -76,6 +76,19 @@ def test_what_is_small_does_not_take_the_place_of_what_is_large() -> None:
     assert [room.value for room in sender.rooms] == [2, 1]
 
 
+def test_a_value_lies_in_the_smallest_room_that_is_free() -> None:
+    sender, reader = pair()
+    large, small = torch.ones(100_000), torch.ones(90_000)
+    for x in (large, small):
+        put(sender, x)
+    for x in (large, small):
+        letter = expected(reader, x)
+        letter.open()
+        letter.close()
+    put(sender, small)
+    assert [room.value for room in sender.rooms] == [1, 2]
+
+
 def test_memory_is_given_back_of_what_was_read_and_taken_again() -> None:
     sender, reader = pair()
     read, unread = expected(reader), expected(reader)

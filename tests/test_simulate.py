@@ -208,6 +208,14 @@ def test_what_is_on_its_way_has_room_that_is_kept() -> None:
     assert sent.end_bytes == plain.end_bytes + rooms
 
 
+def test_the_gradient_of_an_embedding_is_all_there_before_it_is_scaled() -> None:
+    model = nn.Embedding(4096, 64)
+    program = shardc.trace(model, shardc.Plan.ddp(TOPOLOGY), torch.zeros(4, 8, dtype=torch.long))
+    peak = footprint(program, [(variant, program.graph(variant)) for variant in program.step()]).peak
+    sums = [value for value in peak.largest if "index_put" in value or "embedding" in value]
+    assert [value.split(" ", 1)[1] for value in sums] == ["1.0 MiB"]
+
+
 def test_what_ranks_of_one_host_gather_is_there_once_for_all_of_them() -> None:
     links = {"node": Link(1.0, 1.0), "gpu": Link(1.0, 1.0)}
     near = {axis: replace(link, near=True) for axis, link in links.items()}
