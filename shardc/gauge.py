@@ -76,8 +76,8 @@ def gauged(device: torch.device, progress: Say = lambda text: None) -> Device:
 
 
 def faster(device: Device, again: Device) -> Device:
-    """As fast as what was measured twice was once: in a slow minute products of one size may take a fifth longer, while
-    others do not, and no factor of all of them sets that right."""
+    """As fast as what was measured twice was once: in one of six calibrations of a machine, products of one size took a
+    fifth longer beside the others than they do, and no factor of all of them sets that right."""
     tables = {
         name: tuple((amount, min(us, again_us)) for (amount, us), (_, again_us) in zip(table, other, strict=True))
         for (name, table), other in zip(device.tables.items(), again.tables.values(), strict=True)

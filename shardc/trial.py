@@ -134,8 +134,8 @@ def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
         steps = _trained(plan, rows, micro_batches).go_on()
         passes = _passes(steps.model, _batch(plan, rows)).go_on()
         trained += [(it, alone[LENGTH, plan.param_dtype, rows]) for it in (steps, passes)]
-    progress("measuring compute once more, some minutes later")
-    topology = _with(topology, faster(topology.computes, gauged(torch.device("cpu"))))
+    again = gauged(torch.device("cpu"), lambda text: progress(f"{text}, once more"))
+    topology = _with(topology, faster(topology.computes, again))
     for count in range(1, ROUNDS):
         progress(f"running all of these again: round {count + 1} of {ROUNDS}")
         for runner in (*alone.values(), *(it for it, _ in trained)):

@@ -207,10 +207,11 @@ def test_runs_are_timed_in_turns_so_that_a_slow_minute_is_in_all_of_them(monkeyp
     fakes = {"_alone": runner, "_trained": runner, "_passes": runner, "_slowest": float}
     fakes |= {"programs": lambda model: [None]}
     fakes |= {"of_rank_0": lambda found: found, "_foretold_s": lambda *of_run: 1.0, "_rows": lambda *of_run: 1}
-    fakes |= {"gauged": lambda cpu: device, "pinned": lambda found, runs: found, "refitted": lambda *of_fit: known}
+    fakes |= {"gauged": lambda cpu, progress: replace(device, memory_gb_per_s=4.0)}
+    fakes |= {"pinned": lambda found, runs: found, "refitted": lambda runs, scaled, *of_fit: scaled.args[0]}
     for name, fake in fakes.items():
         monkeypatch.setattr(trial, name, fake)
-    assert trial.tried(known) == known
+    assert trial.tried(known).computes.memory_gb_per_s == 4.0, "as what was measured again is faster"
     runs = timed[: len(timed) // trial.ROUNDS]
     assert len({id(it) for it in runs}) == len(runs) == 7 + 2 * len(trial.RUNS)
     assert timed == runs * trial.ROUNDS
