@@ -8,11 +8,12 @@ what was foretold of them most like what these took: of products of either lengt
 
 Beside hops in flight compute finds its caches cold, threads wake up at the wrong time, and each start reads its code
 from memory again; of that, what is measured in a loop shows little. So the first model is then trained under a few
-plans, for five factors more: of what a hop takes of compute, of what it takes for each byte, through memory that ranks
-share and otherwise, of quantizing, and of compute in 16 bits. (What that model's compute is still off by is left out
-there.) Of each, steps are timed, and forwards and backwards that do not sync, in which compute waits for little: where
-there were only steps, whatever else these took longer was put down to hops, as if they took twice as much of compute,
-and what micro-batches do before the last was foretold 7 to 18% too long.
+plans, for four factors more: of what a hop takes of compute, of what it takes for each byte, through memory that ranks
+share and otherwise, and of quantizing. (What that model's compute is still off by is left out there. A factor for all
+compute in 16 bits was no more than noise: 1.09 from four runs, of which one forward and backward took 5% longer than
+another of the same graphs.) Of each, steps are timed, and forwards and backwards that do not sync, in which compute
+waits for little: where there were only steps, whatever else these took longer was put down to hops, as if they took
+twice as much of compute, and what micro-batches do before the last was foretold 7 to 18% too long.
 
 A machine is faster in one minute than in the next, and what is foretold is made of both kinds of runs. So none is timed
 at once: all are, a step each, one after the other, in rounds. Many rounds of few steps, for steps that follow each
@@ -87,7 +88,7 @@ LAUNCH_US, VALUE_NS = 40.0, 0.5
 """of a product, and of a number, before they are pinned"""
 COMPUTE = ("products32", "products16", "number", "launch")
 """what is pinned, as `_with_factors` has it"""
-HOPS = ("hop", "near byte", "far byte", "quantize", "16 bits")
+HOPS = ("hop", "near byte", "far byte", "quantize")
 """what compute is taken by, and what takes longer beside it, as `_scaled` has them"""
 FITS = 9
 """of compute: after one, calls can be pinned to three times what they take"""
@@ -331,10 +332,9 @@ def _foretold_s(program: Program, micro_batches: int, topology: Topology) -> flo
 
 
 def _scaled(topology: Topology, factors: Sequence[float]) -> Topology:
-    *overheads, of_quantizing, of_16_bits = factors
+    *overheads, of_quantizing = factors
     device = topology.computes
     tables = {name: of_quantizing for name in device.tables if "quantize" in name}
-    tables |= dict.fromkeys(("products16", "attention16", "attention backward16"), of_16_bits)
     links = {axis: with_overheads(link, *overheads) for axis, link in topology.links}
     flat = {axes: with_overheads(link, *overheads) for axes, link in topology.flat}
     return topology.with_links(slowed(device, tables), **links).with_flat(flat)

@@ -162,7 +162,7 @@ def test_a_trial_makes_what_is_foretold_like_what_steps_and_passes_took() -> Non
     plans = list(trial._plans(known))
     assert len(plans) == len(trial.RUNS)
     programs = [(trace(trial._model(), plan, trial._batch(plan, 1), keep=False), count) for plan, count in plans]
-    true, runs = trial._scaled(known, [1.5, 3.0, 2.0, 2.5, 1.5]), []
+    true, runs = trial._scaled(known, [1.5, 3.0, 2.0, 2.5]), []
     for program, count in programs:
         runs += [(program, it, trial._foretold_s(program, it, true)) for it in (count, 0)]
     found = trial.refitted(runs, partial(trial._scaled, known), len(trial.HOPS), trial.FIRM["hops"])
@@ -172,8 +172,8 @@ def test_a_trial_makes_what_is_foretold_like_what_steps_and_passes_took() -> Non
 
     assert off(found) < 0.05 < 0.15 < off(known)
     assert found.computes.quantized_us(10**6, "quantize int8") == pytest.approx(2.5e4, rel=0.1)
-    assert found.computes.tflops == pytest.approx(0.1 / 1.5, rel=0.15)
-    assert found.computes.product_us(10**9, 4) == pytest.approx(device.product_us(10**9, 4))
+    for itemsize in (2, 4):
+        assert found.computes.product_us(10**9, itemsize) == device.product_us(10**9, itemsize), "as without hops"
 
 
 def test_products_numbers_and_calls_take_what_compute_took() -> None:
