@@ -9,11 +9,12 @@ what was foretold of them most like what these took: of products of either lengt
 Beside hops in flight compute finds its caches cold, threads wake up at the wrong time, and each start reads its code
 from memory again; of that, what is measured in a loop shows little. So the first model is then trained under a few
 plans, for four factors more: of what a hop takes of compute, of what it takes for each byte, through memory that ranks
-share and otherwise, and of quantizing. (What that model's compute is still off by is left out there. A factor for all
-compute in 16 bits was no more than noise: 1.09 from four runs, of which one forward and backward took 5% longer than
-another of the same graphs.) Of each, steps are timed, and forwards and backwards that do not sync, in which compute
-waits for little: where there were only steps, whatever else these took longer was put down to hops, as if they took
-twice as much of compute, and what micro-batches do before the last was foretold 7 to 18% too long.
+share and otherwise, and of quantizing. (What that model's compute is still off by is left out there. One for compute
+in 16 bits could not be told from noise: it was 1.09, from four runs that are foretold up to 5% too short without it,
+where runs of the same graphs in 32 bits differed by 5%.) Of each, steps are timed, and forwards and backwards that do
+not sync, in which compute waits for little: where there were only steps, whatever else these took longer was put down
+to hops, as if they took twice as much of compute, and what micro-batches do before the last was foretold 7 to 18% too
+long.
 
 A machine is faster in one minute than in the next, and what is foretold is made of both kinds of runs. So none is timed
 at once: all are, a step each, one after the other, in rounds. Many rounds of few steps, for steps that follow each
