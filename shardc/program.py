@@ -17,6 +17,7 @@ from torch import fx
 
 from passes import ops
 from passes.accumulate import accumulate
+from passes.apart import apart
 from passes.bucket import bucket
 from passes.build import copy, outputs
 from passes.chunk import chunk
@@ -291,6 +292,8 @@ class Program:
         """A draft in buckets (those of an order, or its own) and in its own order. Edits in place."""
         half, allowed = variant.half, self._allowance(variant)
         graph = self.run("bucket", self._bucketed, graph, half, order)
+        if half == "backward" and not variant.synced:
+            graph = self.run("apart", apart, graph)
         graph = self.run("chunk", self._chunked, graph, order)
         graph = self.run("relay", relay, graph)
         us = self.times_us(graph, half).__getitem__ if self.topology.links else None

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from passes.accumulate import accumulate
+from passes.apart import apart
 from passes.bucket import bucket
 from passes.chunk import chunk
 from passes.feedback import feedback
@@ -50,6 +51,7 @@ PASSES: dict[str, Callable[[fx.Graph], fx.Graph | tuple[fx.Graph, ...]]] = {
     "feedback": lambda graph: feedback(graph, {"w": replace(W, params=0, after_forward=0)}),
     "fuse": fuse,
     "bucket": lambda graph: bucket(graph, ["layers.0.w", "layers.0.v", "w", "v"]),
+    "apart": apart,
     "chunk": lambda graph: chunk(graph, lambda chain: 2),
     "schedule": schedule,
     "hoist": hoist,
