@@ -2,14 +2,16 @@
 
 Compute goes node by node. A hop goes on the lane of its axis at its start (behind the hop before it on that lane, and
 behind the one that it relays), for as long as its link takes; its wait holds compute up until then. What it holds up is
-exposed communication. What launching it takes of compute follows its wait, as compute; so does what its bytes take, but
-for as long as compute waits, and has its core for that.
+exposed communication. What launching it takes of compute follows its wait, as compute. What its bytes take slows
+compute down for as long as the hop goes on: while compute waits for it, nothing. (Behind its wait it would come too
+late: a backward has its waits at the end, so that compute came too early to what starts the last hops.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 from torch import fx
 
@@ -21,7 +23,7 @@ from shardc.bound import bound_of
 from shardc.footprint import footprint
 from shardc.program import Program, Variant
 from shardc.timeline import COMPUTE, Event, Timeline, named
-from shardc.times import Times, bytes_us
+from shardc.times import Times, bytes_us, without_bytes
 from shardc.topology import Topology
 
 
@@ -70,7 +72,8 @@ def timeline_of(program: Program, topology: Topology, calls: Calls, optimizer_st
 def clocked(program: Program, topology: Topology, calls: Calls) -> Clock:
     """The clock that the calls of a step have gone through."""
     times = {variant: program.times_us(graph, variant.half, topology) for variant, graph in dict(calls).items()}
-    clock = Clock(topology.lanes, lambda wait: bytes_us(wait, topology))
+    times = {variant: without_bytes(us, topology) for variant, us in times.items()}
+    clock = Clock(topology.lanes, lambda start: bytes_us(start, topology))
     for (variant, graph), name in zip(calls, names(calls), strict=True):
         clock.run(graph, times[variant], name)
     return clock
@@ -85,10 +88,12 @@ def names(calls: Calls) -> list[str]:
 class Clock:
     """Runs graphs one after the other and writes down events."""
 
-    def __init__(self, lanes: LanesOf = axes_of, idle_us: Callable[[fx.Node], float] = lambda wait: 0.0) -> None:
-        """`idle_us`: of what a wait takes of compute, what goes on meanwhile."""
-        self.lanes, self.idle_us = lanes, idle_us
+    def __init__(self, lanes: LanesOf = axes_of, bytes_us: Callable[[fx.Node], float] = lambda start: 0.0) -> None:
+        """`bytes_us`: what a hop takes of compute while it goes on, if compute does throughout."""
+        self.lanes, self.bytes_us = lanes, bytes_us
         self.now_us = 0.0
+        self.beside: list[tuple[float, float, float]] = []
+        """of hops that may not be over: when they begin and end, and what they take of compute in each microsecond"""
         self.last: dict[str, Event] = {}
         """of each lane"""
         self.events: list[Event] = []
@@ -110,13 +115,11 @@ class Clock:
                 relayed = self.events[flying[source]] if source else None
                 flying[node] = len(self.events)
                 self._start(node, us[node], name, relayed)
-            took_us = us[node]
             if ops.is_wait(node):
-                exposed_us = self._wait(flying[node.args[0]])
-                took_us -= min(exposed_us, self.idle_us(node), took_us)
-            if took_us > 0 and not ops.is_start(node):
+                self._wait(flying[node.args[0]])
+            if us[node] > 0 and not ops.is_start(node):
                 block = block_at.get(node, block)  # launches are of what they hold up
-                self._compute(block, took_us, name)
+                self._compute(block, us[node], name)
         self.began.append(began)
 
     def _start(self, node: fx.Node, us: float, graph: str, relayed: Event | None) -> None:
@@ -139,24 +142,37 @@ class Clock:
         )
         self.last |= dict.fromkeys(lanes, event)
         self.events.append(event)
+        if us and (takes_us := self.bytes_us(node)):
+            self.beside.append((event.start_us, event.end_us, takes_us / us))
 
-    def _wait(self, index: int) -> float:
-        """Returns how long it was."""
+    def _wait(self, index: int) -> None:
         event = self.events[index]
         exposed_us = max(0.0, event.end_us - self.now_us)
         self.events[index] = replace(event, exposed_us=exposed_us)
         self.now_us = max(self.now_us, event.end_us)
-        return exposed_us
 
     def _compute(self, block: str, us: float, graph: str) -> None:
         """Goes on with the event before where that is of the same block and has ended just now."""
-        begin_us, self.now_us = self.now_us, self.now_us + us
+        begin_us, self.now_us = self.now_us, self._over_us(us)
         before = self.events[self.computing] if self.computing >= 0 else None
         if before and (before.name, before.graph, before.end_us) == (block or "model", graph, begin_us):
             self.events[self.computing] = replace(before, end_us=self.now_us)
         else:
             self.computing = len(self.events)
             self.events.append(Event(COMPUTE, block or "model", graph, begin_us, self.now_us))
+
+    def _over_us(self, us: float) -> float:
+        """When compute is over that takes so long where no hop goes on beside it."""
+        now_us = self.now_us
+        self.beside = [it for it in self.beside if it[1] > now_us]
+        while True:
+            slower = 1.0 + sum(takes for begin_us, _, takes in self.beside if begin_us <= now_us)
+            changes = (mark for begin_us, end_us, _ in self.beside for mark in (begin_us, end_us) if mark > now_us)
+            until_us = min(changes, default=inf)
+            if now_us + us * slower <= until_us:
+                return now_us + us * slower
+            us, now_us = us - (until_us - now_us) / slower, until_us
+            self.beside = [it for it in self.beside if it[1] > now_us]
 
 
 def _changes(points: Iterable[tuple[float, int]]) -> Iterator[tuple[float, int]]:

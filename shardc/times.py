@@ -128,9 +128,18 @@ def launch_us(start: fx.Node, topology: Topology) -> float:
     return max(link.launch_us for link in _links(topology, ops.hop(start).axis))
 
 
-def bytes_us(wait: fx.Node, topology: Topology) -> float:
-    """What the bytes take of compute that a wait is for."""
-    return sum(overhead_us(start, topology) - launch_us(start, topology) for start in _waited_for(wait))
+def bytes_us(start: fx.Node, topology: Topology) -> float:
+    """The rest: what the bytes of a hop take of compute."""
+    return overhead_us(start, topology) - launch_us(start, topology)
+
+
+def without_bytes(us: Times, topology: Topology) -> Times:
+    """Of waits, what launches alone take of compute."""
+    return {n: took_us - _waited_bytes_us(n, topology) if ops.is_wait(n) else took_us for n, took_us in us.items()}
+
+
+def _waited_bytes_us(wait: fx.Node, topology: Topology) -> float:
+    return sum(bytes_us(start, topology) for start in _waited_for(wait))
 
 
 LONG = 16.0

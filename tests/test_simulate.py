@@ -73,12 +73,23 @@ def test_what_a_launch_takes_of_compute_holds_it_up_behind_the_wait() -> None:
     ]
 
 
-def test_what_bytes_take_of_compute_goes_on_while_it_waits() -> None:
-    graph, clock = parse(TEXT), Clock(idle_us=lambda wait: 2.0)
-    us = {n: 3.0 if ops.is_start(n) else 2.5 if ops.is_wait(n) else 2.0 for n in graph.nodes if n.op == "call_function"}
+def test_what_bytes_take_of_compute_they_take_while_it_goes_on_beside_their_hop() -> None:
+    graph, clock = parse(TEXT), Clock(bytes_us=lambda start: 1.5)
+    us = {n: 0.0 if ops.is_wait(n) else 3.0 if ops.is_start(n) else 2.0 for n in graph.nodes if n.op == "call_function"}
     clock.run(graph, {n: us.get(n, 0.0) for n in graph.nodes}, "forward")
-    held_up = [(e.start_us, e.end_us) for e in clock.events if e.lane == COMPUTE]
-    assert held_up == [(3.0, 3.5), (3.5, 5.5), (6.0, 8.0), (8.0, 10.0)]  # waits of 3 and 0.5 hide 2 and 0.5 of 2.5
+    found = [(e.name, e.start_us, e.end_us, e.exposed_us) for e in clock.events]
+    assert found == [
+        ("gather layers.0.w", 0.0, 3.0, 3.0),  # compute waits: nothing
+        ("gather layers.1.v", 3.0, 6.0, 0.0),
+        ("layers.0", 3.0, 6.0, 0.0),  # in 3 us 1 us of 1.5
+        ("layers.1", 6.0, 8.0, 0.0),
+    ]
+
+
+def test_compute_goes_on_as_alone_when_a_hop_beside_it_is_over() -> None:
+    graph, clock = parse(TEXT), Clock(bytes_us=lambda start: 1.0)
+    clock.run(graph, {n: {"a": 1.0, "b": 1.0, "y": 2.0, "z": 2.0}.get(n.name, 0.0) for n in graph.nodes}, "forward")
+    assert [(e.start_us, e.end_us) for e in clock.events if e.lane == COMPUTE] == [(1.0, 3.5), (3.5, 5.5)]
 
 
 def test_hops_of_two_axes_run_side_by_side() -> None:
