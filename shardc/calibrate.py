@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -57,7 +58,7 @@ def calibrate(
     """
     topology = one_by_one(Topology.from_torchrun() if topology is None else topology, sizes, progress)
     if topology.computes.library and topology.world > 1:
-        topology = tried(topology, progress)
+        topology = tried(topology, partial(_overheads_again, progress=progress), progress)
     if out is not None and dist.get_rank() == 0:
         topology.save(out)
     return topology
@@ -68,12 +69,17 @@ def one_by_one(topology: Topology, sizes: Sequence[int], progress: Say = lambda 
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in _backend() else torch.device("cpu")
     if device.type == "cpu":
         keep_freed()
-    mesh = topology.mesh(device.type)
-    groups = {axis: mesh.get_group(axis) for axis, _ in topology.inner}
-    groups |= {axes: topology.flat_group(axes) for axes in topology.neighbours()}
+    groups = _groups(topology, device)
     links = {axes: _measured(group, sizes, device, progress) for axes, group in groups.items()}
     flat = {axes: links.pop(axes) for axes in topology.neighbours()}
     return of_rank_0(topology.with_links(gauged(device, progress), **links).with_flat(flat))
+
+
+def _groups(topology: Topology, device: torch.device) -> dict[str, Any]:
+    """Of each axis, and of neighbouring ones."""
+    mesh = topology.mesh(device.type)
+    groups = {axis: mesh.get_group(axis) for axis, _ in topology.inner}
+    return groups | {axes: topology.flat_group(axes) for axes in topology.neighbours()}
 
 
 def _backend() -> str:
@@ -199,6 +205,13 @@ def with_overhead(link: Link, group: Any, progress: Say = lambda text: None) -> 
     return replace(
         link, launch_us=issued_us, gather_us_per_mb=found["all_gather"], reduce_us_per_mb=found["reduce_scatter"]
     )
+
+
+def _overheads_again(topology: Topology, progress: Say) -> dict[str, Link]:
+    """Of each axis, and of neighbouring ones: its link with what collectives take of compute now. All ranks call it
+    together."""
+    groups, links = _groups(topology, torch.device("cpu")), topology.links + topology.flat
+    return {axes: with_overhead(link, groups[axes], progress) for axes, link in links if groups[axes].size() > 1}
 
 
 def launch_us(group: Any) -> float:

@@ -26,7 +26,7 @@ was measured in loops is measured again before these rounds, and counts as it wa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -121,9 +121,12 @@ class Runner:
         return programs(self.model)[0], self.micro_batches, median(self.rounds_s)
 
 
-def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
+def tried(
+    topology: Topology, overheads: Callable[[Topology], Mapping[str, Link]], progress: Say = lambda text: None
+) -> Topology:
     """The topology with compute and factors as they were in training. All ranks call it together, with the same
-    numbers, and have the same when it returns."""
+    numbers, and have the same when it returns. `overheads` measures what collectives take of compute once more, by the
+    names of axes."""
     topology = _with(topology, replace(topology.computes, launch_us=LAUNCH_US, value_ns=VALUE_NS))
     alone: dict[tuple[int, torch.dtype | None, int], Runner] = {}
     for model, plan, x in _without_hops(topology):
@@ -136,17 +139,31 @@ def tried(topology: Topology, progress: Say = lambda text: None) -> Topology:
         steps = _trained(plan, rows, micro_batches).go_on()
         passes = _passes(steps.model, _batch(plan, rows)).go_on()
         trained += [(it, alone[LENGTH, plan.param_dtype, rows]) for it in (steps, passes)]
+    links = [dict(topology.links + topology.flat), overheads(topology)]
     again = gauged(torch.device("cpu"), lambda text: progress(f"{text}, once more"))
     topology = _with(topology, faster(topology.computes, again))
     for count in range(1, ROUNDS):
         progress(f"running all of these again: round {count + 1} of {ROUNDS}")
         for runner in (*alone.values(), *(it for it, _ in trained)):
             runner.go_on()
+    topology = with_middle(topology, [*links, overheads(topology)])
     topology, runs = _with_compute(topology, alone.values()), []
     for (program, micro_batches, took_s), (without_hops, _, alone_s) in ((a.run, b.run) for a, b in trained):
         off_s = alone_s - _foretold_s(without_hops, 0, topology)
         runs.append((program, micro_batches, took_s - max(1, micro_batches) * off_s))
     return of_rank_0(refitted(runs, partial(_scaled, topology), len(HOPS), FIRM["hops"]))
+
+
+def with_middle(topology: Topology, measured: Sequence[Mapping[str, Link]]) -> Topology:
+    """With what collectives take of compute as it was measured in the middle of these."""
+
+    def middle(axes: str, link: Link) -> Link:
+        found = [links[axes] for links in measured if axes in links]
+        names = ("launch_us", "gather_us_per_mb", "reduce_us_per_mb")
+        return replace(link, **{name: median(getattr(it, name) for it in found) for name in names})
+
+    links = {axis: middle(axis, link) for axis, link in topology.links}
+    return topology.with_links(topology.computes, **links).with_flat({a: middle(a, link) for a, link in topology.flat})
 
 
 def _with_compute(topology: Topology, alone: Iterable[Runner]) -> Topology:

@@ -211,7 +211,10 @@ def test_runs_are_timed_in_turns_so_that_a_slow_minute_is_in_all_of_them(monkeyp
     fakes |= {"pinned": lambda found, runs: found, "refitted": lambda runs, scaled, *of_fit: scaled.args[0]}
     for name, fake in fakes.items():
         monkeypatch.setattr(trial, name, fake)
-    assert trial.tried(known).computes.memory_gb_per_s == 4.0, "as what was measured again is faster"
+    launches = iter([900.0, 200.0])
+    found = trial.tried(known, lambda topology: {"node": replace(topology.link("node"), launch_us=next(launches))})
+    assert found.computes.memory_gb_per_s == 4.0, "as what was measured again is faster"
+    assert found.link("node").launch_us == 200.0, "between none of before and 900"
     runs = timed[: len(timed) // trial.ROUNDS]
     assert len({id(it) for it in runs}) == len(runs) == 7 + 2 * len(trial.RUNS)
     assert timed == runs * trial.ROUNDS
