@@ -31,6 +31,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from passes import ops
 from passes.build import Writer, behind, fake_mode, outputs, set_outputs
 from passes.memory import lives
 
@@ -41,7 +42,7 @@ SMALL = 16
 def apart(graph: fx.Graph) -> fx.Graph:
     """Of a backward that does not sync, in buckets. Edits in place."""
     grads, mode = dict(outputs(graph)), fake_mode(graph)
-    held = {node: life.bytes for life in lives(graph) if life.node.op == "call_function" for node in life.values}
+    held = {node: life.bytes for life in lives(graph) if ops.is_hop(life.node) for node in life.values}
     for name, grad in grads.items():
         if grad in held and SMALL * grad.meta["val"].nbytes <= held[grad]:
             write = Writer(graph, mode, grad.meta.get("module", ""))

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 import shardc
-from passes.apart import SMALL
+from passes.apart import SMALL, apart
 from passes.build import outputs
 from passes.memory import lives
+from passes.parse import parse
+from passes.text import to_text
 from shardc.program import Variant
 
 HOSTS = shardc.Topology(node=2, gpu=2)
@@ -52,3 +54,15 @@ def test_only_what_is_small_is_copied() -> None:
     grads = outputs(program.graph(program.step(3)[1]))
     copied = {name for name, grad in grads.items() if "clone" in grad.name}
     assert copied == {name for name in grads if not name.endswith(".1.weight")}
+
+
+def test_what_no_bucket_brings_is_left_as_it_is() -> None:
+    text = """\
+def backward(t: f32[2, 34]):
+    ''
+    add: f32[2, 34] = add.Tensor(t, t)
+    split_with_sizes = split_with_sizes(add, [32, 2], 1)
+    getitem: f32[2, 2] = split_with_sizes[1]
+    return {'x': getitem}
+"""
+    assert to_text(apart(parse(text)), "backward") == text
