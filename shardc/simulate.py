@@ -4,7 +4,7 @@ Compute goes node by node. A hop goes on the lane of its axis at its start (behi
 behind the one that it relays), for as long as its link takes; its wait holds compute up until then. What it holds up is
 exposed communication. What launching it takes of compute follows its wait, as compute. What its bytes take slows
 compute down for as long as the hop goes on: while compute waits for it, nothing. (Behind its wait it would come too
-late: a backward has its waits at the end, so that compute came too early to what starts the last hops.)
+late: a backward has most of its waits at the end, so that compute came too early to what starts the last hops.)
 """
 
 from __future__ import annotations

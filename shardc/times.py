@@ -129,17 +129,17 @@ def launch_us(start: fx.Node, topology: Topology) -> float:
 
 
 def bytes_us(start: fx.Node, topology: Topology) -> float:
-    """The rest: what the bytes of a hop take of compute."""
+    """What the bytes of a hop take of compute: all that it takes but its launch."""
     return overhead_us(start, topology) - launch_us(start, topology)
 
 
 def without_bytes(us: Times, topology: Topology) -> Times:
     """Of waits, what launches alone take of compute."""
-    return {n: took_us - _waited_bytes_us(n, topology) if ops.is_wait(n) else took_us for n, took_us in us.items()}
+    return {node: _launches_us(node, topology) if ops.is_wait(node) else took_us for node, took_us in us.items()}
 
 
-def _waited_bytes_us(wait: fx.Node, topology: Topology) -> float:
-    return sum(bytes_us(start, topology) for start in _waited_for(wait))
+def _launches_us(wait: fx.Node, topology: Topology) -> float:
+    return sum(launch_us(start, topology) for start in _waited_for(wait))
 
 
 LONG = 16.0

@@ -146,7 +146,7 @@ def tried(
         progress(f"running all of these again: round {count + 1} of {ROUNDS}")
         for runner in (*alone.values(), *(it for it, _ in trained)):
             runner.go_on()
-    topology = with_middle(topology, [*links, overheads(topology)])
+    topology = _with_middle(topology, [*links, overheads(topology)])
     topology, runs = _with_compute(topology, alone.values()), []
     for (program, micro_batches, took_s), (without_hops, _, alone_s) in ((a.run, b.run) for a, b in trained):
         off_s = alone_s - _foretold_s(without_hops, 0, topology)
@@ -154,7 +154,7 @@ def tried(
     return of_rank_0(refitted(runs, partial(_scaled, topology), len(HOPS), FIRM["hops"]))
 
 
-def with_middle(topology: Topology, measured: Sequence[Mapping[str, Link]]) -> Topology:
+def _with_middle(topology: Topology, measured: Sequence[Mapping[str, Link]]) -> Topology:
     """With what collectives take of compute as it was measured in the middle of these."""
 
     def middle(axes: str, link: Link) -> Link:
