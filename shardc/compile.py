@@ -29,6 +29,7 @@ from shardc.agree import agree
 from shardc.breaks import captured_call
 from shardc.capture import Captured, capture, own_code
 from shardc.check import check_inputs, check_model, check_result
+from shardc.fit import fit
 from shardc.heap import keep_freed
 from shardc.lower import Lowering, check_backend
 from shardc.measure import check_measurable
@@ -61,7 +62,7 @@ def build(
     if timed:
         run("measure", measure_regions, program, timed)
     if plan.memory_limit is not None:
-        program.fit(plan.memory_limit)
+        fit(program, plan.memory_limit)
     return program
 
 

@@ -9,8 +9,9 @@ such a stack is captured as it is.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from math import inf, prod
 from typing import Any
@@ -21,10 +22,11 @@ from passes.build import copy
 from passes.order import Orders
 from shardc import _torch
 from shardc.compile import paused_gc, planned
+from shardc.fit import beside, narrowed
 from shardc.footprint import footprint
 from shardc.model import named, params_of
 from shardc.plan import Plan
-from shardc.program import ALIKE, ALLOWANCES, Allowance, Program
+from shardc.program import ALIKE, MOST, Allowance, Program
 from shardc.runner import Runner
 from shardc.simulate import calls_of, clocked
 from shardc.stacks import shortened, stacks
@@ -96,21 +98,28 @@ class Predictor:
     def __call__(
         self, plan: Plan, micro_batches: int = 1, *, optimizer_states: int = 2, memory_bytes: int | None = None
     ) -> Prediction:
-        """Of a step under a plan. Less is gathered ahead in a call (see `Program.fit`), if that is needed to stay below
+        """Of a step under a plan. Less is gathered ahead in a call (see `shardc.fit`), if that is needed to stay below
         `memory_bytes`."""
         with paused_gc(), _torch.lazy_code():
             programs = {depth: self.program(plan, depth) for depth in self.traced}
             self.loads[plan] = loads = self._loads(programs)
             weighted = [(weight, replace(programs[depth], loads=loads)) for depth, weight in self._weights().items()]
-            above = {*range(2 * ALIKE)}
-            for allowed in ALLOWANCES:
+
+            def look(n: int, allowances: Mapping[int, Allowance]) -> tuple[Prediction, list[int]]:
                 for _, program in weighted:
-                    _narrow(program, micro_batches, above, allowed)
-                prediction = line_through([(w, predicted(it, micro_batches, optimizer_states)) for w, it in weighted])
-                above = {call for call, size in prediction.calls_bytes.items() if size > (memory_bytes or inf)}
-                if not above:
-                    break
-        return prediction
+                    _allow(program, n, allowances)
+                found = line_through([(w, predicted(it, n, optimizer_states)) for w, it in weighted])
+                peaks = zip(_places(n), found.calls_bytes.values(), strict=False)
+                return found, [place for place, size in peaks if size > (memory_bytes or inf)]
+
+            prediction, above = look(micro_batches, dict.fromkeys(_places(micro_batches), MOST))
+            if not above:
+                return prediction
+            look_alone, look_on = partial(look, 1), partial(look, micro_batches)
+            alone = narrowed(_places(1), look_alone, _step_us)
+            if micro_batches == 1:
+                return alone[1]
+            return beside(alone, _places(micro_batches), look_alone, look_on, _step_us)[1]
 
     def on_line(self, of: Callable[[Program], float]) -> float:
         """A number of the captured programs, as it is of the whole model."""
@@ -166,11 +175,24 @@ def _busy_us(program: Program, half: str) -> dict[str, float]:
     return busy_us(program.times_us(program.draft(variant), half), program.topology)
 
 
-def _narrow(program: Program, micro_batches: int, calls: Collection[int], allowed: Allowance) -> None:
-    """Another allowance for some calls of a step, by their place in it, and of a step of one micro-batch, whose orders
-    the others keep to."""
-    for step in (program.step(), program.step(min(micro_batches, ALIKE))):
-        program.allowances |= {call: allowed for i, call in enumerate(step) if i in calls}
+def _step_us(prediction: Prediction) -> float:
+    return prediction.step_us
+
+
+def _places(micro_batches: int) -> Sequence[int]:
+    """Of the calls of a step. The forward of a step of one is the first of longer ones, too, its backward its own."""
+    return (0, -1) if micro_batches == 1 else range(2 * min(micro_batches, ALIKE))
+
+
+def _allow(program: Program, micro_batches: int, allowances: Mapping[int, Allowance]) -> None:
+    """Allowances of calls by their places, and of those of a step of one micro-batch, whose orders the others keep
+    to."""
+    program.allowances = {
+        call: allowances[place]
+        for n in (1, micro_batches)
+        for place, call in zip(_places(n), program.step(min(n, ALIKE)), strict=False)
+        if place in allowances
+    }
     program.made, program.orders = {}, Orders()
 
 

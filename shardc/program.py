@@ -7,7 +7,7 @@ list of saved values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,7 @@ from passes.sync import sync
 from passes.text import to_text
 from passes.verify import verify
 from shardc.capture import Captured
-from shardc.footprint import Footprint, footprint
+from shardc.footprint import Footprint
 from shardc.plan import Plan
 from shardc.runner import Runner
 from shardc.times import Merging, Times, busy_us, flat_pays, load_of, pieces_of, times_us
@@ -48,15 +48,14 @@ from shardc.topology import Topology
 class Allowance(NamedTuple):
     """What the schedule of a call may hold that compute does not need yet, or no more."""
 
-    window: float
-    """of what it would like to gather ahead"""
     pile: int
     """stretches whose gradients may wait for their reduces"""
+    window: float
+    """of what it would like to gather ahead"""
 
 
-ALLOWANCES = [Allowance(*it) for it in ((1.0, PILE), (1.0, 3), (0.5, 2), (0.25, 2), (0.5, 1), (0.25, 1), (0.0, 1))]
-"""Until memory suffices. That gradients may not wait costs more time than to gather less ahead: what is gathered is
-halved twice while those of two stretches may."""
+MOST = Allowance(PILE, 1.0)
+"""Where memory is not limited."""
 ALIKE = 3
 """Micro-batches of a step that stand for any number: the first, the last, and one for all between."""
 
@@ -78,10 +77,6 @@ class Variant:
     too, for orders are common to all"""
     again: bool = False
     """gradients of calls before it lie there, so that less may be gathered ahead, where memory is limited"""
-
-
-Kept = dict[tuple[Variant, tuple[Allowance, Allowance]], fx.Graph]
-"""graphs that were made while memory was looked at"""
 
 
 @dataclass(frozen=True)
@@ -207,7 +202,7 @@ class Program:
         if variant in self.unfit:
             self.unfit[variant].check(self.plan.memory_limit or 0)
         first = replace(variant, again=False)
-        if self._allowance(first) == self._allowance(variant):
+        if self.allowance(first) == self.allowance(variant):
             variant = first
         if variant not in self.made:
             graph = self._finish(variant)
@@ -259,23 +254,23 @@ class Program:
         pace = self.pace[half]
         return {n: t if ops.is_hop(n) else pace.us.get(n.name, t * pace.copies) for n, t in us.items()}
 
-    def _shares(self, variant: Variant) -> str:
+    def shares(self, variant: Variant) -> str:
         """Calls of the same answer go by the same orders. Where gradients are summed half way to the optim rung, what
         is sent on waits for the sum: in the order of a call without sums compute would stand still for that."""
         return variant.half + ", sums" * variant.sums
 
-    def _whole(self, variant: Variant) -> Variant:
+    def whole(self, variant: Variant) -> Variant:
         """The call that has all hops, of those that share orders with one; itself, where only other programs' gradients
         are summed."""
         calls = (*self.step(), *self.step(2))
-        return next((v for v in calls if self._shares(v) == self._shares(variant)), variant)
+        return next((v for v in calls if self.shares(v) == self.shares(variant)), variant)
 
     def _finish(self, variant: Variant) -> fx.Graph:
         """Bucketed, scheduled, and in the order that the ranks agreed on; where they have none yet, they do now: on
         that of the call that has all hops, or on this one's, where it brings sums of other programs to the optim rung,
         too."""
-        graph, shared = self.draft(variant), self._shares(variant)
-        order, whole = self.orders.find(shared, graph), self._whole(variant)
+        graph, shared = self.draft(variant), self.shares(variant)
+        order, whole = self.orders.find(shared, graph), self.whole(variant)
         if order is None and variant != whole:
             self.graph(whole)
             order = self.orders.find(shared, graph)
@@ -290,7 +285,7 @@ class Program:
 
     def scheduled(self, graph: fx.Graph, variant: Variant, order: Order | None = None) -> fx.Graph:
         """A draft in buckets (those of an order, or its own) and in its own order. Edits in place."""
-        half, allowed = variant.half, self._allowance(variant)
+        half, allowed = variant.half, self.allowance(variant)
         graph = self.run("bucket", self._bucketed, graph, half, order)
         if half == "backward" and not variant.synced:
             graph = self.run("apart", apart, graph)
@@ -301,10 +296,10 @@ class Program:
         graph = self.run("schedule", schedule, graph, us, window_bytes, allowed.pile, self.topology.lanes)
         return graph if allowed.window < 1.0 else self.run("hoist", hoist, graph, self.topology.lanes)
 
-    def _allowance(self, variant: Variant) -> Allowance:
+    def allowance(self, variant: Variant) -> Allowance:
         """That of a call that was not asked about when memory was: the smallest of those alike."""
         alike = [allowed for other, allowed in self.allowances.items() if other.half == variant.half]
-        return self.allowances.get(variant, max(alike, key=ALLOWANCES.index, default=ALLOWANCES[0]))
+        return self.allowances.get(variant, min(alike, default=MOST))
 
     def _bucketed(self, graph: fx.Graph, half: str, order: Order | None = None) -> fx.Graph:
         if not self.topology.links:
@@ -325,46 +320,6 @@ class Program:
         for whole in self.step():
             if self.orders.find(whole.half, self.draft(Variant(whole.half))) is None:
                 self.graph(whole)
-
-    def fit(self, limit_bytes: int) -> None:
-        """Gives each call the largest allowance with which no step, of however many micro-batches, needs more than a
-        limit. Where there is none for steps of one, raises `Error` with what lives at the peak; where there is none for
-        steps of more, calls that only these make will do so."""
-        steps, kept = [self.step(n) for n in range(1, ALIKE + 1)], Kept()
-        while above := self._fitted(steps, limit_bytes, kept):
-            longest = steps.pop()
-            if not steps:
-                above.check(limit_bytes)
-            self.unfit |= dict.fromkeys(set(longest).difference(*steps), above)
-
-    def _fitted(self, steps: Sequence[Sequence[Variant]], limit_bytes: int, kept: Kept) -> Footprint | None:
-        """Gives calls allowances, smaller ones to those that are still above the limit. What the step needs that needs
-        most, where it is above."""
-        left = {variant for step in steps for variant in step}
-        found: list[Footprint] = []
-        self.allowances.clear()
-        for allowed in ALLOWANCES:
-            self.allowances |= dict.fromkeys(left, allowed)
-            own = self._alone(kept)
-            found = [footprint(own, [(variant, own.graph(variant)) for variant in step]) for step in steps]
-            kept |= {(variant, self._allowances(variant)): graph for variant, graph in own.made.items()}
-            left = {v for step, it in zip(steps, found, strict=True) for v in it.above(limit_bytes, step)}
-            if not left:
-                return None
-        return max(found, key=lambda it: it.peak.bytes)
-
-    def _alone(self, kept: Kept) -> Program:
-        """This program in the orders that this rank would offer, with graphs that were made for the same allowances."""
-        made = {variant: graph for (variant, both), graph in kept.items() if both == self._allowances(variant)}
-        own = replace(self, made=made, orders=self.orders.own())
-        for variant, graph in made.items():
-            if variant == self._whole(variant):
-                own.orders.decide(self._shares(variant), collective_order(graph))
-        return own
-
-    def _allowances(self, variant: Variant) -> tuple[Allowance, Allowance]:
-        """What the graph of a call depends on: its own allowance, and that of the call that its order is from."""
-        return self._allowance(variant), self._allowance(self._whole(variant))
 
     def after(self, stage: str) -> tuple[fx.Graph, ...]:
         """The graphs as they stood after a stage: one joint graph after `capture`, `decompose` and `insert`; forward

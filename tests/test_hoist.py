@@ -11,7 +11,8 @@ import shardc
 from passes import ops
 from passes.hoist import hoist
 from passes.parse import parse
-from shardc.program import ALLOWANCES, Program
+from shardc.fit import LEAST
+from shardc.program import Program
 from shardc.simulate import Clock
 from test_simulate import PLANS, TOPOLOGY, Deep
 
@@ -95,6 +96,6 @@ def test_where_less_is_gathered_ahead_reduces_stay_where_they_are_put(monkeypatc
     monkeypatch.setattr("shardc.program.hoist", lambda graph, lanes: calls.append(graph) or graph)
     program.scheduled(program.draft(backward), backward)
     assert len(calls) == 1
-    program.allowances[backward] = ALLOWANCES[-1]
+    program.allowances[backward] = LEAST
     program.scheduled(program.draft(backward), backward)
     assert len(calls) == 1

@@ -22,7 +22,7 @@ from passes.order import Order
 from passes.parse import parse
 from shardc.footprint import ARENA, GATHERED, ROOMS, Footprint, Peak, footprint
 from shardc.links import Device, Link
-from shardc.program import ALLOWANCES, Program, Variant
+from shardc.program import MOST, Program, Variant
 from shardc.simulate import Clock, simulate
 from shardc.timeline import COMPUTE, Timeline, duration, label, size
 
@@ -279,7 +279,7 @@ def limited(plan: str, limit: int | str) -> Program:
 
 
 def test_with_room_to_spare_a_limit_changes_nothing() -> None:
-    assert set(limited("zero3", "1GB").allowances.values()) == {ALLOWANCES[0]}
+    assert set(limited("zero3", "1GB").allowances.values()) == {MOST}
 
 
 def test_less_is_gathered_ahead_to_stay_below_a_limit() -> None:
@@ -313,7 +313,7 @@ def test_a_call_has_what_it_needs_though_another_has_to_do_with_less(plan: str) 
     alone, several = timeline(plan).peak_bytes, timeline(plan, 2).peak_bytes
     program = limited(plan, (alone + several) // 2)
     first, others = program.step(1), {*program.step(3)} - {*program.step(1)}
-    assert {program.allowances[variant] for variant in first} == {ALLOWANCES[0]}
+    assert {program.allowances[variant] for variant in first} == {MOST}
     assert min(program.allowances[variant].window for variant in others) < 1.0
     assert simulate(program).step_us == timeline(plan).step_us
 
