@@ -1,11 +1,15 @@
 """How far hops get away from compute under a memory limit; `shardc.fit`."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
+import torch
 
+import shardc
 from shardc.fit import BOTH, LEAST, WAYS, Look, beside, narrowed
 from shardc.program import MOST, Allowance
+from test_simulate import PLANS, Deep
 
 Times = Callable[[Allowance], float]
 
@@ -81,3 +85,14 @@ def test_ways_begin_with_less_than_all_calls_could_do_with() -> None:
     for way in WAYS:
         assert [*BOTH, *way] == sorted({*BOTH, *way}, reverse=True)
         assert way[-1] == LEAST
+
+
+def test_a_program_in_little_memory_is_faster_for_the_second_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = torch.empty(64, 64)
+    free = shardc.simulate(shardc.trace(Deep(), PLANS["IIG"], batch, keep=False))
+    plan = replace(PLANS["IIG"], memory_limit=int(0.88 * free.peak_bytes))
+    both = shardc.simulate(shardc.trace(Deep(), plan, batch, keep=False))
+    monkeypatch.setattr("shardc.fit.WAYS", WAYS[:1])
+    first = shardc.simulate(shardc.trace(Deep(), plan, batch, keep=False))
+    assert both.peak_bytes <= first.peak_bytes <= 0.88 * free.peak_bytes
+    assert both.step_us < first.step_us
