@@ -28,6 +28,7 @@ Found = TypeVar("Found")
 Look = Callable[[Mapping[Call, Allowance]], tuple[Found, Collection[Call]]]
 """What becomes of steps under allowances of calls, and the calls that need too much all the same."""
 Tried = tuple[dict[Call, Allowance], Found, Collection[Call]]
+"""Allowances, and what a look at them found."""
 Kept = dict[tuple[Variant, tuple[Allowance, Allowance]], fx.Graph]
 
 BOTH = (MOST, Allowance(3, 1.0), Allowance(2, 0.5), Allowance(2, 0.25))
@@ -50,7 +51,7 @@ def fit(program: Program, limit_bytes: int) -> None:
     while longer:
         calls = {*chain.from_iterable(longer)}
         both = replace(look, steps=(alone, *longer))
-        allowances, found, above = beside(tried, calls, look, both, _takes_us)
+        allowances, found, above = for_longer(tried, calls, look, both, _takes_us)
         if not above:
             program.allowances = allowances
             return
@@ -58,7 +59,7 @@ def fit(program: Program, limit_bytes: int) -> None:
         program.unfit |= dict.fromkeys(set(longest).difference(alone, *longer), found.most)
 
 
-def beside(
+def for_longer(
     alone: Tried[Call, Found],
     calls: Collection[Call],
     look_alone: Look[Call, Found],
@@ -152,7 +153,7 @@ def _allowances(program: Program, variant: Variant) -> tuple[Allowance, Allowanc
 
 
 def _takes_us(steps: _Steps) -> float:
-    """All of them."""
+    """What the steps are foretold to take together; nothing, where links are not known."""
     program = steps.program
     if not program.topology.links:
         return 0.0

@@ -22,7 +22,7 @@ from passes.build import copy
 from passes.order import Orders
 from shardc import _torch
 from shardc.compile import paused_gc, planned
-from shardc.fit import beside, narrowed
+from shardc.fit import for_longer, narrowed
 from shardc.footprint import footprint
 from shardc.model import named, params_of
 from shardc.plan import Plan
@@ -119,7 +119,7 @@ class Predictor:
             alone = narrowed(_places(1), look_alone, _step_us)
             if micro_batches == 1:
                 return alone[1]
-            return beside(alone, _places(micro_batches), look_alone, look_on, _step_us)[1]
+            return for_longer(alone, _places(micro_batches), look_alone, look_on, _step_us)[1]
 
     def on_line(self, of: Callable[[Program], float]) -> float:
         """A number of the captured programs, as it is of the whole model."""

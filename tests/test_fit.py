@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shardc
-from shardc.fit import BOTH, LEAST, WAYS, Look, beside, narrowed
+from shardc.fit import BOTH, LEAST, WAYS, Look, for_longer, narrowed
 from shardc.program import MOST, Allowance
 from test_simulate import PLANS, Deep
 
@@ -69,7 +69,7 @@ def shared_forward_with(least_us: float, limit: Allowance) -> dict[str, Allowanc
     alone = fits({"forward": MOST, "last": MOST})
     longer = fits({"forward": limit, "middle": BOTH[1]})
     tried = narrowed(["forward", "last"], alone, takes_us)
-    return beside(tried, ["forward", "middle"], alone, longer, takes_us)[0]
+    return for_longer(tried, ["forward", "middle"], alone, longer, takes_us)[0]
 
 
 def test_a_step_of_one_micro_batch_keeps_what_it_has_where_longer_ones_fit_beside_it() -> None:
@@ -81,7 +81,7 @@ def test_a_step_of_one_micro_batch_loses_little_for_longer_ones_and_never_much()
     assert shared_forward_with(1.06, limit=BOTH[2])["forward"] == MOST
 
 
-def test_ways_begin_with_less_than_all_calls_could_do_with() -> None:
+def test_every_way_goes_on_down_to_the_least() -> None:
     for way in WAYS:
         assert [*BOTH, *way] == sorted({*BOTH, *way}, reverse=True)
         assert way[-1] == LEAST
