@@ -84,12 +84,15 @@ def narrowed(
 ) -> Tried[Call, Found]:
     """The largest allowances of calls with which none needs too much, or else the least; `given` are those of the
     other calls of their steps."""
-    tried = _down(BOTH, calls, calls, look, given or {})
+    tried = _down(BOTH[:1], calls, calls, look, given or {})
     if not tried[-1]:
         return tried
-    least = _down((LEAST,), calls, calls, look, tried[0])
+    least = _down((LEAST,), calls, calls, look, tried[0])  # where that does not suffice there is no more to try
     if least[-1]:
         return least
+    tried = _down(BOTH[1:], calls, tried[-1], look, tried[0])
+    if not tried[-1]:
+        return tried
     ways = [_down(way, calls, tried[-1], look, tried[0]) for way in WAYS]
     return min((it for it in ways if not it[-1]), key=lambda it: takes_us(it[1]), default=least)
 

@@ -97,8 +97,8 @@ class Footprint:
             found[self.arenas.index(arena)] = True
         return [call for call, is_above in zip(calls, found, strict=True) if is_above]
 
-    def check(self, limit_bytes: int) -> None:
-        """Raises `Error` where the peak is above a limit."""
+    def check(self, limit_bytes: int, besides: str = "Nothing is gathered ahead of its use already.") -> None:
+        """Raises `Error` where the peak is above a limit. `besides`: what else there is to know of it."""
         peak = self.peak
         if peak.bytes > limit_bytes:
             kinds = sorted(peak.by_kind, key=lambda kind: -peak.by_kind[kind])
@@ -107,7 +107,7 @@ class Footprint:
                 f"A step needs {_mib(peak.bytes)} a rank, memory_limit is {_mib(limit_bytes)}: {held}. "
                 f"Largest values: {', '.join(peak.largest)}.",
                 where=peak.where,
-                fix=f"Most are {kinds[0]}: {REMEDIES[kinds[0]]}. Nothing is gathered ahead of its use already.",
+                fix=f"Most are {kinds[0]}: {REMEDIES[kinds[0]]}. {besides}",
             )
 
 

@@ -200,7 +200,8 @@ class Program:
     def graph(self, variant: Variant) -> fx.Graph:
         """Of one call, as it runs."""
         if variant in self.unfit:
-            self.unfit[variant].check(self.plan.memory_limit or 0)
+            besides = "Steps of fewer micro-batches fit, and come first."
+            self.unfit[variant].check(self.plan.memory_limit or 0, besides)
         first = replace(variant, again=False)
         if self.allowance(first) == self.allowance(variant):
             variant = first

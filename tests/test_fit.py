@@ -60,6 +60,17 @@ def test_where_nothing_suffices_calls_have_the_least_and_are_named() -> None:
     assert above == ["backward"]
 
 
+def test_where_the_least_does_not_suffice_nothing_between_is_looked_at() -> None:
+    seen = []
+
+    def look(given: Mapping[str, Allowance]) -> tuple[None, list[str]]:
+        seen.append(given["backward"])
+        return None, ["backward"]
+
+    narrowed(["backward"], look, lambda _: 0.0)
+    assert seen == [MOST, LEAST]
+
+
 def shared_forward_with(least_us: float, limit: Allowance) -> dict[str, Allowance]:
     """Steps of one allow the forward everything, longer ones only a limit; with less a step of one takes so long."""
 
