@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,9 +171,10 @@ class Table:
 
     def _choice(self, name: str) -> str:
         record, limit_bytes = self.rows[name], self.limit_bytes(name)
+        steps_s = {n: self.step_s(n) for n in self.ordered}
         over = record["peak_bytes"] / limit_bytes - 1
         note = f", itself {over:.1%} above the limit" if over > SAME_MEMORY - 1 else ""
-        return f"- {name} ({record['plan']}): {self._against_rivals(name, self.step_s)}{note}"
+        return f"- {name} ({record['plan']}): {self._against_rivals(name, steps_s)}{note}"
 
     def _in_turns(self, name: str) -> str:
         record = self.turns[name]
@@ -183,15 +184,16 @@ class Table:
             f"{row} {s:.3f} s ({off(self.rows[row].get('foretold_s'), s)}, {off(at_pace_s.get(row), s)})"
             for row, s in median_s.items()
         )
-        against = self._against_rivals(name, median_s.__getitem__)
+        against = self._against_rivals(name, median_s)
         about = f"(off, off at pace; pace {number(record.get('pace'))})"
         return f"- in turns {about}: {', '.join(found)}: {name} {against}"
 
-    def _against_rivals(self, name: str, step_s: Callable[[str], float]) -> str:
+    def _against_rivals(self, name: str, steps_s: Mapping[str, float]) -> str:
         limit_bytes = self.limit_bytes(name) * SAME_MEMORY
-        fitting = (n for n in self.alike(name) if self.rows[n]["peak_bytes"] <= limit_bytes)
-        fastest = min(fitting, key=step_s, default=None)
-        than = f"{step_s(name) / step_s(fastest) - 1:+.1%} against {fastest}, the fastest" if fastest else "none"
+        timed = (n for n in self.alike(name) if n in steps_s)  # a row that was run later is in no turns
+        fitting = (n for n in timed if self.rows[n]["peak_bytes"] <= limit_bytes)
+        fastest = min(fitting, key=steps_s.__getitem__, default=None)
+        than = f"{steps_s[name] / steps_s[fastest] - 1:+.1%} against {fastest}, the fastest" if fastest else "none"
         return f"{than} of those that fit"
 
     def alike(self, name: str) -> list[str]:
